@@ -1,0 +1,196 @@
+"""Files between the stages: written whole or not at all, checked against their schema when read."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from .errors import ConfigError, DataError, LedgerError
+
+SCHEMAS = Path(__file__).parent / "schemas"
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+@functools.cache
+def schema(name: str) -> dict[str, Any]:
+    """The JSON Schema `schemas/<name>.yaml`."""
+    data: dict[str, Any] = yaml.safe_load((SCHEMAS / f"{name}.yaml").read_text(encoding="utf-8"))
+    return data
+
+
+@functools.cache
+def _validator(name: str) -> Any:
+    from jsonschema import Draft202012Validator
+
+    return Draft202012Validator(schema(name))
+
+
+def validate(
+    data: Any, schema_name: str, *, file: str | Path, prefix: str = "", error: type[LedgerError] = ConfigError
+) -> None:
+    """Check `data` against a schema and against NaN and infinity, which JSON Schema lets through.
+
+    Raises:
+        LedgerError: of class `error`, naming `file` and the first offending key.
+    """
+    problems = sorted(_validator(schema_name).iter_errors(data), key=lambda e: [str(p) for p in e.absolute_path])
+    for problem in problems:
+        path = _dotted(problem.absolute_path)
+        message = problem.message
+        if problem.validator == "additionalProperties" and isinstance(problem.instance, Mapping):
+            known = list(problem.schema.get("properties", {}))
+            unknown = sorted(str(k) for k in problem.instance if k not in known)
+            path, message = _join(path, unknown[0]), f"unknown key; known here: {', '.join(known)}"
+        elif problem.validator == "required":
+            missing = [k for k in problem.validator_value if k not in problem.instance]
+            path, message = _join(path, missing[0]), "is missing"
+        raise error(_short(message), file=file, key=_join(prefix, path) or None)
+    _refuse_nonfinite(data, file, prefix, error)
+
+
+def _refuse_nonfinite(data: Any, file: str | Path, path: str, error: type[LedgerError]) -> None:
+    if isinstance(data, float) and not (float("-inf") < data < float("inf")):
+        raise error(f"{data} is not a finite number", file=file, key=path or None)
+    if isinstance(data, Mapping):
+        for key, value in data.items():
+            _refuse_nonfinite(value, file, _join(path, str(key)), error)
+    elif isinstance(data, list):
+        for i, value in enumerate(data):
+            _refuse_nonfinite(value, file, f"{path}[{i}]", error)
+
+
+def _dotted(parts: Any) -> str:
+    out = ""
+    for part in parts:
+        out = f"{out}[{part}]" if isinstance(part, int) else _join(out, str(part))
+    return out
+
+
+def _join(left: str, right: str) -> str:
+    return f"{left}.{right}" if left and right else left or right
+
+
+def _short(text: str, limit: int = 300) -> str:
+    return text if len(text) <= limit else f"{text[:limit]} ..."
+
+
+def fill_defaults(data: Mapping[str, Any], schema_part: Mapping[str, Any]) -> dict[str, Any]:
+    """`data` with every default of its schema filled in, nested objects too."""
+    out = dict(data)
+    for key, sub in schema_part.get("properties", {}).items():
+        if key not in out and "default" in sub:
+            out[key] = sub["default"]
+        if isinstance(out.get(key), Mapping) and "properties" in sub:
+            out[key] = fill_defaults(out[key], sub)
+    return out
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """YAML that refuses a key given twice: PyYAML keeps the last one without a word."""
+
+
+def _unique_mapping(loader: _UniqueKeyLoader, node: yaml.MappingNode) -> dict[Any, Any]:
+    seen: set[Any] = set()
+    for key_node, _ in node.value:
+        key = loader.construct_object(key_node, deep=True)  # type: ignore[no-untyped-call]
+        if not isinstance(key, str | int | float | bool):
+            raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is not a plain word", key_node.start_mark)
+        if key in seen:
+            raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is given twice", key_node.start_mark)
+        seen.add(key)
+    return loader.construct_mapping(node, deep=True)
+
+
+_UniqueKeyLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _unique_mapping)
+# YAML 1.1 reads 3e-4 as a string; people write it as a number.
+_UniqueKeyLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(?:\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """A YAML file that holds a mapping.
+
+    Raises:
+        ConfigError: the file is missing, unreadable, not YAML, or not a mapping.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError, ValueError) as e:
+        raise ConfigError(f"cannot be read: {getattr(e, 'strerror', None) or e}", file=path) from e
+    try:
+        data = yaml.load(text, Loader=_UniqueKeyLoader)
+    except (yaml.YAMLError, ValueError, RecursionError) as e:
+        raise ConfigError(f"is not valid YAML: {_short(' '.join(str(e).split()))}", file=path) from e
+    if data is None:
+        data = {}
+    if not isinstance(data, dict) or not all(isinstance(k, str) for k in data):
+        raise ConfigError("must hold a mapping of keys to values", file=path)
+    return data
+
+
+def read_json(path: str | Path, schema_id: str, schema_name: str | None = None) -> dict[str, Any]:
+    """A JSON file of ours: its `schema` field must be `schema_id`, and it must pass `schemas/<schema_name>.yaml`.
+
+    Raises:
+        DataError: missing, truncated, of another schema, or failing it; names the file and the key.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise DataError(f"cannot be read: {getattr(e, 'strerror', None) or e}", file=path) from e
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as e:
+        raise DataError(f"is not complete JSON ({e}); it may be truncated", file=path) from e
+    if not isinstance(data, dict) or data.get("schema") != schema_id:
+        found = data.get("schema") if isinstance(data, dict) else type(data).__name__
+        raise DataError(f"is {found!r}, expected {schema_id!r}", file=path, key="schema")
+    if schema_name:
+        validate(data, schema_name, file=path, error=DataError)
+    return data
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write under a temporary name in the same folder, flush to disk, rename: a reader never sees half a file."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fd, tmp = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:50]}.", suffix=".tmp")
+    try:
+        with os.fdopen(fd, "w", encoding="utf-8") as f:
+            f.write(text)
+            f.flush()
+            os.fsync(f.fileno())
+        os.chmod(tmp, 0o644)
+        os.replace(tmp, path)
+    except BaseException:
+        Path(tmp).unlink(missing_ok=True)
+        raise
+
+
+def write_json(path: str | Path, data: Any) -> None:
+    """JSON with a final newline, written whole or not at all. NaN is refused: it is not JSON."""
+    write_text(path, json.dumps(data, indent=1, allow_nan=False) + "\n")
+
+
+def check_name(name: str, *, file: str | Path | None = None, key: str | None = None) -> str:
+    """A name that becomes a file name: letters, digits, `.`, `_`, `-`, no leading dot, at most 100.
+
+    Raises:
+        ConfigError: for anything else, `../x` among them.
+    """
+    if not NAME.fullmatch(name):
+        raise ConfigError(
+            f"{name[:120]!r} is not a name: letters, digits, '.', '_' and '-' only, beginning with a letter or digit",
+            file=file,
+            key=key,
+        )
+    return name
