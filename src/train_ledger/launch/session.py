@@ -83,6 +83,21 @@ class Session(Protocol):
         """The weight of that Hugging Face Llama name; None where this rank does not hold it (another pipeline stage)."""
         ...
 
+    def load_weights(self, read: Callable[[str], torch.Tensor]) -> None:
+        """Puts canonical weights into this rank's containers, fp32 master included. All ranks call it, before the first step.
+
+        Args:
+            read: the whole fp32 CPU tensor of a canonical name (`spec.model.canonical_tensors`), shape as stated there.
+
+        Raises:
+            DataError: a tensor that is missing or of another shape; names it. (Raised by `read`.)
+        """
+        ...
+
+    def export_weights(self) -> dict[str, torch.Tensor]:
+        """The fp32 master weights under canonical names, whole, on CPU. All ranks call it; each name is on exactly one rank."""
+        ...
+
     def close(self) -> None:
         """Ends the process group and whatever the framework started."""
         ...
