@@ -38,6 +38,7 @@ class Optimizer:
     weight_decay: float = 0.1
     clip_grad: float = 1.0  # 0 turns clipping off
     lr_warmup_steps: int = 0
+    decay_norms: bool = True  # false: no decay on norms and biases, in every framework alike
 
 
 @dataclass(frozen=True)
