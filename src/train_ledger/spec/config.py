@@ -1,14 +1,19 @@
-"""From the files under config/ to resolved runs. What goes before what: options, the comparison's entry, the run file, defaults."""
+"""From the files under config/ to resolved runs. What goes before what.
+
+Options, the comparison's entry, the run file, defaults.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from .errors import ConfigError
-from .io import check_name, fill_defaults, read_yaml, schema, validate
+from .io import check_name, fill_defaults, parse_yaml, read_yaml, schema, validate
 from .model import ModelShape
 from .registry import FRAMEWORKS
 from .run import Optimizer, Parallel, Probe, Run, check_layout
@@ -36,8 +41,18 @@ def load_model(name_or_path: str, config_dir: str | Path, *, file: str | Path | 
         path = Path(config_dir) / "models" / f"{name_or_path}.yaml"
         if not path.is_file():
             known = ", ".join(sorted(p.stem for p in path.parent.glob("*.yaml"))) or "none"
-            raise ConfigError(f"there is no model {name_or_path!r} in {path.parent}; known: {known}", file=file, key="model")
-    data = read_yaml(path)
+            raise ConfigError(
+                f"there is no model {name_or_path!r} in {path.parent}; known: {known}", file=file, key="model"
+            )
+    return model_shape(check_name(path.stem, file=path), read_yaml(path), path)
+
+
+def model_shape(name: str, data: Mapping[str, Any], path: str | Path) -> ModelShape:
+    """A model from the mapping that a model file holds; `path` is where it came from, for errors.
+
+    Raises:
+        ConfigError: an unknown key, a size that cannot be.
+    """
     validate(data, "model", file=path)
     data = fill_defaults(data, schema("model"))
     data["num_query_groups"] = data["num_query_groups"] or data["num_attention_heads"]
@@ -52,7 +67,7 @@ def load_model(name_or_path: str, config_dir: str | Path, *, file: str | Path | 
         data["head_dim"] = data["hidden_size"] // data["num_attention_heads"]
     if data["position_embedding"] == "rope" and data["head_dim"] % 2:
         raise ConfigError(f"{data['head_dim']} is odd; rotary positions turn pairs", file=path, key="head_dim")
-    return ModelShape(name=path.stem, **data)
+    return ModelShape(name=name, **data)
 
 
 def load_run(
@@ -76,9 +91,29 @@ def load_run(
     """
     path = Path(path)
     name = check_name(path.stem, file=path)
-    data = merge(read_yaml(path), overrides or {})
+    config_dir = Path(config_dir) if config_dir else Path(os.path.abspath(path)).parent.parent
+    return resolve_run(name, merge(read_yaml(path), overrides or {}), path, config_dir, overrides, defaults)
+
+
+def resolve_run(
+    name: str,
+    data: Mapping[str, Any],
+    path: str | Path,
+    config_dir: str | Path,
+    overrides: Mapping[str, Any] | None = None,
+    defaults: Mapping[str, Any] | None = None,
+    model: ModelShape | None = None,
+) -> Run:
+    """A run from the mapping that a run file holds (`overrides` already merged into it); `path` is named in errors.
+
+    Args:
+        model: goes before any model by name, for runs that were not read from a run file.
+
+    Raises:
+        ConfigError: as `load_run`.
+    """
+    data = dict(data)
     defaults = dict(defaults or {})
-    config_dir = Path(config_dir) if config_dir else path.resolve().parent.parent
     validate(data, "run", file=path)
     for key in ("model", "world"):
         if key in defaults and key not in (overrides or {}):
@@ -91,9 +126,9 @@ def load_run(
     settings = data.get(framework) or {}
     validate(settings, framework, file=path, prefix=framework)
     settings = fill_defaults(settings, schema(framework))
-    model = load_model(data["model"], config_dir, file=path)
     steps = data["steps"] or defaults.get("steps") or 4
     seed = data["seed"] if data["seed"] is not None else defaults.get("seed", 1234)
+    model = model or load_model(data["model"], config_dir, file=path)
     probe = data["probe"]
     run = Run(
         name=name,
@@ -116,7 +151,7 @@ def load_run(
     return run
 
 
-def _parallel(data: Mapping[str, Any], framework: str, path: Path) -> Parallel:
+def _parallel(data: Mapping[str, Any], framework: str, path: str | Path) -> Parallel:
     replicate, shard = data["data_parallel_replicate"], data["data_parallel_shard"]
     if framework == "torchtitan":
         if data["data_parallel"] is not None and data["data_parallel"] != replicate * shard:
@@ -153,14 +188,52 @@ def load_comparison(name_or_path: str | Path, config_dir: str | Path, *, world: 
     defaults = {k: data[k] for k in ("model", "world", "steps", "seed")}
     if world:
         defaults["world"] = world
+    name = check_name(path.stem, file=path)
+    model = load_model(data["model"], config_dir, file=path)
     runs = {}
     for run_name, overrides in data["runs"].items():
         run_path = Path(config_dir) / "runs" / f"{check_name(run_name, file=path, key='runs')}.yaml"
         if not run_path.is_file():
             raise ConfigError(f"there is no file {run_path}", file=path, key=f"runs.{run_name}")
-        runs[run_name] = load_run(run_path, config_dir=config_dir, overrides=overrides, defaults=defaults)
-    model = load_model(data["model"], config_dir, file=path)
-    return Comparison(check_name(path.stem, file=path), model, defaults["world"], runs)
+        try:
+            run = load_run(run_path, config_dir=config_dir, overrides=overrides, defaults=defaults)
+        except ConfigError as e:
+            raise _blame(e, overrides or {}, run_path, path, run_name) from e
+        # Errors that come later (a framework's own limits) must name the comparison too: the run file alone may be
+        # right.
+        runs[run_name] = replace(run, source=f"{run_path} (as {path} runs it)")
+    return Comparison(name, model, defaults["world"], runs)
+
+
+def _blame(error: ConfigError, overrides: Mapping[str, Any], run_path: Path, path: Path, run_name: str) -> ConfigError:
+    """The same error, pointing at the comparison where it is the comparison that holds the key."""
+    if error.file is None or str(error.file) != str(run_path):
+        return error
+    held: Any = overrides
+    for part in re.split(r"\.|\[", error.key or ""):
+        if not isinstance(held, Mapping) or part not in held:
+            return ConfigError(error.message, file=f"{run_path} (as {path} runs it)", key=error.key)
+        held = held[part]
+    return ConfigError(error.message, file=path, key=f"runs.{run_name}.{error.key}")
+
+
+def override(assignments: Iterable[str], *, option: str = "--set") -> dict[str, Any]:
+    """`["parallel.tensor_parallel=4", …]` as nested mappings, values read as YAML.
+
+    Raises:
+        ConfigError: no `=`, an empty part of a key, a value that is not YAML; names the option.
+    """
+    out: dict[str, Any] = {}
+    for assignment in assignments:
+        key, equals, value = assignment.partition("=")
+        parts = key.split(".")
+        if not equals or not all(parts):
+            raise ConfigError(f"{assignment[:120]!r} is not key=value with a dotted key", key=option)
+        nested: Any = parse_yaml(value, file=f"{option} {key}")
+        for part in reversed(parts):
+            nested = {part: nested}
+        out = merge(out, nested)
+    return out
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

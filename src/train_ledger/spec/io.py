@@ -18,11 +18,18 @@ from .errors import ConfigError, DataError, LedgerError
 SCHEMAS = Path(__file__).parent / "schemas"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
+#: Limits of a YAML file from a person: far above any real one, far below what would keep a machine busy.
+MAX_YAML_BYTES = 1 << 20
+MAX_YAML_NODES = 100_000
+MAX_YAML_DEPTH = 20
+
 
 @functools.cache
 def schema(name: str) -> dict[str, Any]:
     """The JSON Schema `schemas/<name>.yaml`."""
-    data: dict[str, Any] = yaml.safe_load((SCHEMAS / f"{name}.yaml").read_text(encoding="utf-8"))
+    # libyaml's loader where PyYAML has it: a prediction's start is mostly the reading of schemas.
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    data: dict[str, Any] = yaml.load((SCHEMAS / f"{name}.yaml").read_text(encoding="utf-8"), Loader=loader)
     return data
 
 
@@ -83,24 +90,41 @@ def _short(text: str, limit: int = 300) -> str:
 
 
 def fill_defaults(data: Mapping[str, Any], schema_part: Mapping[str, Any]) -> dict[str, Any]:
-    """`data` with every default of its schema filled in, nested objects too."""
+    """`data` with every default of its schema filled in, nested objects too, and 8.0 as 8 where an integer is due.
+
+    JSON Schema counts 8.0 among the integers; `range(8.0)` does not.
+    """
     out = dict(data)
     for key, sub in schema_part.get("properties", {}).items():
         if key not in out and "default" in sub:
             out[key] = sub["default"]
         if isinstance(out.get(key), Mapping) and "properties" in sub:
             out[key] = fill_defaults(out[key], sub)
+        elif key in out:
+            out[key] = _as_integer(out[key], sub)
     return out
 
 
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """YAML that refuses a key given twice: PyYAML keeps the last one without a word."""
+def _as_integer(value: Any, sub: Mapping[str, Any]) -> Any:
+    if isinstance(value, list) and "items" in sub:
+        return [_as_integer(v, sub["items"]) for v in value]
+    wanted = sub.get("type", [])
+    integer_due = "integer" in ([wanted] if isinstance(wanted, str) else wanted) or any(
+        type(v) is int for v in sub.get("enum", [])
+    )
+    return int(value) if integer_due and isinstance(value, float) and value.is_integer() else value
 
 
-def _unique_mapping(loader: _UniqueKeyLoader, node: yaml.MappingNode) -> dict[Any, Any]:
+class _Loader(yaml.SafeLoader):
+    """YAML that refuses a key given twice (PyYAML keeps the last one without a word) and does not read dates."""
+
+
+def _unique_mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
     seen: set[Any] = set()
     for key_node, _ in node.value:
-        key = loader.construct_object(key_node, deep=True)  # type: ignore[no-untyped-call]
+        if key_node.tag == "tag:yaml.org,2002:merge":
+            continue
+        key = loader.construct_object(key_node, deep=True)
         if not isinstance(key, str | int | float | bool):
             raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is not a plain word", key_node.start_mark)
         if key in seen:
@@ -109,11 +133,95 @@ def _unique_mapping(loader: _UniqueKeyLoader, node: yaml.MappingNode) -> dict[An
     return loader.construct_mapping(node, deep=True)
 
 
-_UniqueKeyLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _unique_mapping)
+_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _unique_mapping)
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, regexp) for tag, regexp in rules if tag != "tag:yaml.org,2002:timestamp"]
+    for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
 # YAML 1.1 reads 3e-4 as a string; people write it as a number.
-_UniqueKeyLoader.add_implicit_resolver(
+_Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(?:\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
 )
+
+
+def _expanded_size(node: yaml.Node, sizes: dict[int, int], depth: int = 0) -> int:
+    """Nodes below `node` with every alias written out: nine lines of aliases can stand for a billion nodes."""
+    if id(node) in sizes:
+        return sizes[id(node)]
+    if depth > MAX_YAML_DEPTH:
+        raise ValueError(f"nested more than {MAX_YAML_DEPTH} deep")
+    sizes[id(node)] = MAX_YAML_NODES + 1  # met again while inside itself: an alias to its own parent
+    size = 1
+    if isinstance(node, yaml.CollectionNode):
+        for child in node.value:
+            parts = child if isinstance(child, tuple) else (child,)
+            size += sum(_expanded_size(part, sizes, depth + 1) for part in parts)
+    sizes[id(node)] = size
+    if size > MAX_YAML_NODES:
+        raise ValueError(f"has more than {MAX_YAML_NODES:,} values once its aliases are written out")
+    return size
+
+
+def parse_yaml(text: str, *, file: str | Path) -> Any:
+    """Plain data (mappings with word keys, lists, strings, numbers, booleans, null) of a YAML text.
+
+    Raises:
+        ConfigError: not YAML, a key given twice, nested too deep, aliases without end, a value that is not plain data.
+    """
+    try:
+        loader = _Loader(text)
+        try:
+            node = loader.get_single_node()
+            if node is None:
+                return None
+            _expanded_size(node, {})
+            data = loader.construct_document(node)
+        finally:
+            loader.dispose()
+    # PyYAML lets the odd built-in error through, e.g. IndexError and AttributeError on broken tags.
+    except (yaml.YAMLError, ValueError, RecursionError, LookupError, AttributeError, TypeError) as e:
+        message = " ".join(str(e).replace('in "<unicode string>", ', "at ").split())
+        raise ConfigError(f"is not valid YAML: {_short(message)}", file=file) from e
+    _refuse_odd(data, file, "")
+    return data
+
+
+def _refuse_odd(data: Any, file: str | Path, path: str) -> None:
+    if isinstance(data, dict):
+        for key, value in data.items():
+            if not isinstance(key, str):
+                raise ConfigError(f"key {key!r} is not a word; put it in quotes", file=file, key=path or None)
+            _refuse_odd(key, file, path)
+            _refuse_odd(value, file, _join(path, key))
+    elif isinstance(data, list):
+        for i, value in enumerate(data):
+            _refuse_odd(value, file, f"{path}[{i}]")
+    elif isinstance(data, str):
+        if any("\ud800" <= c <= "\udfff" or c == "\0" for c in data):
+            raise ConfigError(
+                f"{_short(ascii(data), 60)} holds a character that no text can", file=file, key=path or None
+            )
+    elif data is not None and not isinstance(data, bool | int | float):
+        raise ConfigError(f"holds a {type(data).__name__}, which no key takes", file=file, key=path or None)
+
+
+def read_text(path: str | Path, *, limit: int = MAX_YAML_BYTES) -> str:
+    """A small UTF-8 text file.
+
+    Raises:
+        ConfigError: missing, unreadable, a directory, not UTF-8, or larger than `limit` bytes.
+    """
+    try:
+        with open(path, "rb") as f:
+            raw = f.read(limit + 1)
+    except (OSError, ValueError) as e:
+        raise ConfigError(f"cannot be read: {getattr(e, 'strerror', None) or e}", file=path) from e
+    if len(raw) > limit:
+        raise ConfigError(f"is larger than {limit:,} bytes", file=path)
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as e:
+        raise ConfigError(f"is not UTF-8 text: {e.reason} at byte {e.start}", file=path) from e
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
@@ -122,17 +230,10 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     Raises:
         ConfigError: the file is missing, unreadable, not YAML, or not a mapping.
     """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError, ValueError) as e:
-        raise ConfigError(f"cannot be read: {getattr(e, 'strerror', None) or e}", file=path) from e
-    try:
-        data = yaml.load(text, Loader=_UniqueKeyLoader)
-    except (yaml.YAMLError, ValueError, RecursionError) as e:
-        raise ConfigError(f"is not valid YAML: {_short(' '.join(str(e).split()))}", file=path) from e
+    data = parse_yaml(read_text(path), file=path)
     if data is None:
         data = {}
-    if not isinstance(data, dict) or not all(isinstance(k, str) for k in data):
+    if not isinstance(data, dict):
         raise ConfigError("must hold a mapping of keys to values", file=path)
     return data
 
