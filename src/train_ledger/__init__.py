@@ -1,3 +1,6 @@
-"""train-ledger: predict, launch, probe and reconcile where a model's parameters live in Megatron Core, DeepSpeed and torchtitan."""
+"""train-ledger.
+
+Predict, launch, probe and reconcile where a model's parameters live in Megatron Core, DeepSpeed and torchtitan.
+"""
 
 __version__ = "0.1.0"

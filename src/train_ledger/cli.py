@@ -1,4 +1,7 @@
-"""`train-ledger`: the command line. A user's mistake ends in one line on stderr and exit code 2, never in a traceback."""
+"""`train-ledger`: the command line.
+
+A user's mistake ends in one line on stderr and exit code 2, never in a traceback.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,10 @@ def _names() -> list[str]:
 
 
 def parser(chosen: str | None = None) -> argparse.ArgumentParser:
-    """The argument parser. With `chosen`, only that command's module is imported, so that `predict` never waits for others."""
+    """The argument parser.
+
+    With `chosen`, only that command's module is imported, so that `predict` never waits for others.
+    """
     top = argparse.ArgumentParser(prog="train-ledger", description=__doc__.split("\n")[0], allow_abbrev=False)
     top.add_argument("--version", action="version", version=f"train-ledger {__version__}")
     sub = top.add_subparsers(dest="command", required=True, metavar="COMMAND")

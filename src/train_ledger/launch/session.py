@@ -1,4 +1,6 @@
-"""What a framework's training program must offer, so that one loop and one set of probes serve all three in every world."""
+"""What a framework's training program must offer, so that one loop and one set of probes serve all three in
+every world.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ from train_ledger.spec.run import Run
 class Rank:
     """Where this process stands. `device` is chosen by the world; the training program never decides it.
 
-    `init_process_group` starts torch.distributed for this world (gloo, fake, staged or nccl); the framework's program calls
-    it at the point where its framework would.
+    `init_process_group` starts torch.distributed for this world (gloo, fake, staged or nccl); the framework's program
+    calls it at the point where its framework would.
     """
 
     rank: int
@@ -49,8 +51,9 @@ class Owned:
 class Weight:
     """The weight whose life is followed.
 
-    `module` is the module that uses it. `current()` is the local tensor that the module would compute with right now (a shard,
-    an empty shell, the whole). `master()` is the fp32 master on this rank with the name of its container, or None.
+    `module` is the module that uses it. `current()` is the local tensor that the module would compute with right now
+    (a shard, an empty shell, the whole). `master()` is the fp32 master on this rank with the name of its container,
+    or None.
     `full_numel`: elements of the weight on this tensor-parallel rank, whole over data parallel.
     """
 
@@ -80,11 +83,16 @@ class Session(Protocol):
         ...
 
     def weight(self, name: str) -> Weight | None:
-        """The weight of that Hugging Face Llama name; None where this rank does not hold it (another pipeline stage)."""
+        """The weight of that Hugging Face Llama name.
+
+        None where this rank does not hold it (another pipeline stage).
+        """
         ...
 
     def load_weights(self, read: Callable[[str], torch.Tensor]) -> None:
-        """Puts canonical weights into this rank's containers, fp32 master included. All ranks call it, before the first step.
+        """Puts canonical weights into this rank's containers, fp32 master included.
+
+        All ranks call it, before the first step.
 
         Args:
             read: the whole fp32 CPU tensor of a canonical name (`spec.model.canonical_tensors`), shape as stated there.
@@ -95,7 +103,10 @@ class Session(Protocol):
         ...
 
     def export_weights(self) -> dict[str, torch.Tensor]:
-        """The fp32 master weights under canonical names, whole, on CPU. All ranks call it; each name is on exactly one rank."""
+        """The fp32 master weights under canonical names, whole, on CPU. All ranks call it.
+
+        Each name is on exactly one rank.
+        """
         ...
 
     def close(self) -> None:

@@ -33,7 +33,9 @@ def predict(run: Run, ranks: Iterable[int] | None = None, step: str = "steady") 
     wanted = range(run.world_size) if ranks is None else list(ranks)
     for rank in wanted:
         if not 0 <= rank < run.world_size:
-            raise ConfigError(f"{rank} is not a rank of a world of {run.world_size}", file=run.source or None, key="rank")
+            raise ConfigError(
+                f"{rank} is not a rank of a world of {run.world_size}", file=run.source or None, key="rank"
+            )
     return Prediction(
         run=run.name,
         framework=run.framework,

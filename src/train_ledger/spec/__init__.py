@@ -1,1 +1,4 @@
-"""The shared words of every stage: model shape, run, groups, collective, ledger, and the files that carry them. No torch here."""
+"""The shared words of every stage: model shape, run, groups, collective, ledger, and the files that carry them.
+
+No torch here.
+"""

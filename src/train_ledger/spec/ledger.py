@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .dtypes import element_bytes
@@ -25,14 +25,27 @@ OWNERS = (
 )
 
 #: The words for collective operations; point-to-point calls are `send` and `recv`.
-OPS = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduce", "all_to_all", "gather", "scatter", "send", "recv", "barrier")
+OPS = (
+    "all_gather",
+    "reduce_scatter",
+    "all_reduce",
+    "broadcast",
+    "reduce",
+    "all_to_all",
+    "gather",
+    "scatter",
+    "send",
+    "recv",
+    "barrier",
+)
 
 
 @dataclass(frozen=True)
 class Container:
     """Storage of one kind on one rank.
 
-    `numel` are elements that carry data, `pad_numel` elements that only fill up; `bytes` is their storage. `blocks` lists
+    `numel` are elements that carry data, `pad_numel` elements that only fill up; `bytes` is their storage. `blocks`
+    lists
     (bytes, how many) of the single allocations, as the caching allocator sees them; empty where they are not known.
     `rule` names the framework's file and function that allocates it.
     """
@@ -70,10 +83,10 @@ class Container:
 class Collective:
     """`count` calls of the same kind and size within one step of one rank.
 
-    `in_numel` and `out_numel` are elements of this rank's input and output of ONE call: an all-gather over n ranks has
-    out = n * in, a reduce-scatter in = n * out, an all-reduce and a broadcast in = out, a send only in, a recv only out.
-    `group` is a name of the prediction's group list. `component` is the part of the framework that calls, `phase` the part
-    of the step: `forward`, `backward`, `optimizer` or `step`.
+    `in_numel` and `out_numel` are elements of this rank's input and output of ONE call: an all-gather over n ranks
+    has out = n * in, a reduce-scatter in = n * out, an all-reduce and a broadcast in = out, a send only in, a recv
+    only out. `group` is a name of the prediction's group list. `component` is the part of the framework that calls,
+    `phase` the part of the step: `forward`, `backward`, `optimizer` or `step`.
     """
 
     op: str
@@ -186,8 +199,8 @@ class Prediction:
 
 def merge_collectives(rows: Iterable[Collective]) -> tuple[Collective, ...]:
     """Add up rows that differ in nothing but their count, in first-seen order."""
-    total: dict[tuple[Any, ...], int] = {}
-    for c in rows:
-        key = (c.op, c.group, c.dtype, c.in_numel, c.out_numel, c.component, c.phase, c.rule)
-        total[key] = total.get(key, 0) + c.count
-    return tuple(Collective(*k[:5], n, *k[5:]) for k, n in total.items() if n)
+    total: dict[Collective, int] = {}
+    for row in rows:
+        key = replace(row, count=0)
+        total[key] = total.get(key, 0) + row.count
+    return tuple(replace(key, count=count) for key, count in total.items() if count)

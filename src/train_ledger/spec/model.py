@@ -60,7 +60,9 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class CanonicalTensor:
-    """One parameter under its Hugging Face Llama name, in the shape `torch.nn` gives it ((out, in) for a linear layer)."""
+    """One parameter under its Hugging Face Llama name, in the shape `torch.nn` gives it ((out, in) for a linear
+    layer).
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -72,7 +74,7 @@ class CanonicalTensor:
 
 
 def canonical_tensors(model: ModelShape) -> list[CanonicalTensor]:
-    """Every parameter of `model` in module order under Hugging Face Llama names, before any framework fuses, shards or pads it.
+    """Every parameter of `model` in module order under Hugging Face Llama names: not yet fused, sharded or padded.
 
     A LayerNorm has a bias beside its weight; a tied head has no tensor of its own.
     """

@@ -1,4 +1,7 @@
-"""The frameworks. To add one: a module in predict/frameworks, one in launch/frameworks, a schema, a conda yaml, a line here."""
+"""The frameworks. To add one.
+
+A module in predict/frameworks, one in launch/frameworks, a schema, a conda yaml, a line here.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Framework:
-    """Where a framework's parts are. `distribution` is its name on the package index, `version` the one that was verified.
+    """Where a framework's parts are.
+
+    `distribution` is its name on the package index, `version` the one that was verified.
 
     `package` is the import name, by which the probe recognises the framework's own frames in a stack.
     """

@@ -1,4 +1,7 @@
-"""One run: a model, a layout, a framework with its settings, and how it is launched. Resolved: every default is filled in."""
+"""One run: a model, a layout, a framework with its settings, and how it is launched. Resolved.
+
+Every default is filled in.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,10 @@ class Optimizer:
 
 @dataclass(frozen=True)
 class Probe:
-    """What is read besides step boundaries: the steps (from 1) whose calls are recorded, and the weight whose life is followed."""
+    """What is read besides step boundaries.
+
+    The steps (from 1) whose calls are recorded, and the weight whose life is followed.
+    """
 
     collective_steps: tuple[int, ...] = ()
     lifeline_weight: str = ""
@@ -130,9 +136,7 @@ def check_layout(run: Run) -> None:
     if p.tensor_parallel > 1:
         for key, value in (("num_attention_heads", m.num_attention_heads), ("ffn_hidden_size", m.ffn_hidden_size)):
             if value % p.tensor_parallel:
-                refuse(
-                    "parallel.tensor_parallel", f"{p.tensor_parallel} does not divide the model's {key} = {value}"
-                )
+                refuse("parallel.tensor_parallel", f"{p.tensor_parallel} does not divide the model's {key} = {value}")
         if p.sequence_parallel and run.seq_length % p.tensor_parallel:
             refuse(
                 "parallel.sequence_parallel",
@@ -148,9 +152,7 @@ def check_layout(run: Run) -> None:
             f"{p.data_parallel} = {per_step}",
         )
     if m.position_embedding == "learned" and run.seq_length > m.max_position_embeddings:
-        refuse(
-            "seq_length", f"{run.seq_length} is longer than max_position_embeddings {m.max_position_embeddings}"
-        )
+        refuse("seq_length", f"{run.seq_length} is longer than max_position_embeddings {m.max_position_embeddings}")
     late = [s for s in run.probe.collective_steps if s > run.steps]
     if late:
         refuse("probe.collective_steps", f"{late} come after the last step, {run.steps}")

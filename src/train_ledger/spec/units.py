@@ -1,4 +1,7 @@
-"""Printing of bytes. Data never holds anything but integers of bytes; GB and GiB exist only in print, always labelled."""
+"""Printing of bytes. Data never holds anything but integers of bytes.
+
+GB and GiB exist only in print, always labelled.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
 """The `staged` backend: collectives over host memory by gloo, for ranks that share one GPU.
 
-NCCL refuses two ranks on one GPU, and gloo on CUDA tensors fails for point-to-point calls and crashes for coalesced ones.
-Each call here copies its tensors to host memory (pinned for CUDA), lets gloo move them, and copies the result back. It is a
+NCCL refuses two ranks on one GPU, and gloo on CUDA tensors fails for point-to-point calls and crashes for coalesced
+ones.
+Each call here copies its tensors to host memory (pinned for CUDA), lets gloo move them, and copies the result back.
+It is a
 `torch.distributed.Backend` like any other: calls reach it through the c10d dispatcher, so probes see them as they see
 NCCL's. Its times mean nothing.
 """
@@ -97,7 +99,10 @@ class StagedBackend(C10dBackend):
         return False
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Megatron Core and torchtitan shorten the timeout after the first step; gloo's is fixed at creation, which is longer."""
+        """Megatron Core and torchtitan shorten the timeout after the first step.
+
+        Gloo's is fixed at creation, which is longer.
+        """
 
     # -- reductions ------------------------------------------------------------------------------------------------
 
@@ -127,7 +132,10 @@ class StagedBackend(C10dBackend):
         return _Done(tensors)
 
     def _reduce_scatter(self, output: torch.Tensor, parts: torch.Tensor, reduce_op: Any) -> None:
-        """`parts`: host tensor of size x numel(output). Sums go over an all-to-all: half the traffic of an all-reduce."""
+        """`parts`: host tensor of size x numel(output). Sums go over an all-to-all.
+
+        Half the traffic of an all-reduce.
+        """
         if reduce_op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             received = _empty_host(output, parts.shape)
             self._gloo.alltoall_base(received, parts, [], [], dist.AllToAllOptions()).wait()
@@ -248,6 +256,6 @@ class StagedBackend(C10dBackend):
 
 
 def install() -> None:
-    """Makes `init_process_group("staged")` and `new_group(backend="staged")` known, once a process, for CPU and CUDA tensors."""
+    """Makes the backend known to torch.distributed, once a process, for CPU and CUDA tensors."""
     if NAME.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(NAME, StagedBackend, devices=["cpu", "cuda"])
