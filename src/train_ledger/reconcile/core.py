@@ -13,7 +13,7 @@ from train_ledger.spec.ledger import ring_wire_bytes
 
 from . import rows
 from .causes import collective_cause, resident_cause
-from .rows import CollectiveRow, LayoutRow, ResidentRow
+from .rows import CollectiveRow, ResidentRow
 
 #: What nobody claims may not be larger than this on one rank, bytes: enough for counters and constants, too little to
 #: hide a buffer of the laptop shape (its smallest reduce bucket holds 40,000 B).
@@ -94,8 +94,8 @@ class _Resident:
 def reconcile_resident(prediction: Data, ledger: Data, measured: Data) -> list[ResidentRow]:
     """Containers of one rank, one row a name and dtype, then what no owner claims.
 
-    Devices are not compared: in a world without CUDA everything is on the CPU. A prediction of the first step is compared
-    only with a census taken after step 1, since optimizer state comes into being there.
+    Devices are not compared: in a world without CUDA everything is on the CPU. A prediction of the first step is
+    compared only with a census taken after step 1, since optimizer state comes into being there.
     """
     if prediction.get("step") == "first" and measured["census"]["step"] != 1:
         return []
@@ -117,7 +117,7 @@ def reconcile_resident(prediction: Data, ledger: Data, measured: Data) -> list[R
 
 
 def _outside_census(measured: Data) -> list[dict[str, Any]]:
-    """On CUDA, what the allocator knows beyond the storages: requests of libraries, and the rounding of blocks to 512 B.
+    """On CUDA, what the allocator knows beyond the storages: requests of libraries, and blocks rounded to 512 B.
 
     Sources: `torch.cuda.memory_stats`, keys `requested_bytes.all.current` and `allocated_bytes.all.current`
     (c10/cuda/CUDACachingAllocator.cpp). cuBLAS takes its workspaces from the same allocator.
@@ -152,7 +152,8 @@ def _resident_row(
         verdict = rows.DIFFERS
     elif not slot.predicted_numel <= slot.measured_numel <= slot.predicted_numel + slot.pad_numel:
         verdict = rows.DIFFERS
-        cause = f"elements: predicted {slot.predicted_numel} and {slot.pad_numel} of padding, measured {slot.measured_numel}"
+        expected = f"{slot.predicted_numel} and {slot.pad_numel} of padding"
+        cause = f"elements: predicted {expected}, measured {slot.measured_numel}"
     if verdict not in rows.CLEAN and not cause:
         other = [d for (n, d), s in table.items() if n == name and d != dtype and s.measured != slot.measured]
         cause = resident_cause(name, dtype, slot.predicted_bytes, slot.pad_numel, slot.measured_bytes, other)
@@ -258,7 +259,7 @@ def reconcile_collectives(
             ranks = tuple(sorted(c["ranks"]))
             calls = table[c["op"], ranks, c["dtype"]]
             if not calls.names:
-                calls.names.append(by_ranks.get(ranks) or c.get("group") or f"ranks {_spaced(ranks)}")
+                calls.names.append(by_ranks.get(ranks) or c.get("group") or f"ranks {spaced(ranks)}")
             calls.measured[c["in_numel"], c["out_numel"]] += c["count"]
     return [_collective_row(measured, step, key, calls, table) for key, calls in table.items()]
 
@@ -303,7 +304,7 @@ def _collective_row(
         verdict=verdict,
         cause=cause,
         step=step,
-        ranks=_spaced(ranks),
+        ranks=spaced(ranks),
         predicted_wire_bytes=wire[0],
         measured_wire_bytes=wire[1],
     )
@@ -318,42 +319,6 @@ def _payload_bytes(calls: Mapping[tuple[int, int], int], dtype: str) -> int:
     return numel * ELEMENT_BYTES[dtype]
 
 
-def _spaced(ranks: Iterable[int]) -> str:
+def spaced(ranks: Iterable[int]) -> str:
+    """Ranks as the files hold them, with blanks between."""
     return " ".join(str(r) for r in ranks)
-
-
-# --- layout ---------------------------------------------------------------------------------------------------------
-
-
-def reconcile_layout(prediction: Data, measured: Data) -> list[LayoutRow]:
-    """Coordinates and process groups of one rank. Groups are compared by name, or by ranks where a framework names them otherwise."""
-    ledger = predicted_rank(prediction, measured)
-    where = {"run": measured["run"], "rank": measured["rank"]}
-    out = []
-    for name in sorted({*ledger["coords"], *measured["coords"]}):
-        pair = [side.get(name) for side in (ledger["coords"], measured["coords"])]
-        out.append(_layout_row(where, "coord", name, *("" if v is None else str(v) for v in pair)))
-    predicted = group_ranks(prediction, measured["rank"])
-    found = {g["name"]: tuple(sorted(g["ranks"])) for g in measured["groups"] if measured["rank"] in g["ranks"]}
-    for name in sorted({*predicted, *found}):
-        pair = [predicted.get(name), found.get(name)]
-        if pair[0] is None and pair[1] in predicted.values():
-            pair[0] = pair[1]
-        if pair[1] is None and pair[0] in found.values():
-            pair[1] = pair[0]
-        out.append(_layout_row(where, "group", name, *("" if v is None else _spaced(v) for v in pair)))
-    return out
-
-
-def _layout_row(where: Data, kind: str, name: str, predicted: str, measured: str) -> LayoutRow:
-    if predicted == measured:
-        verdict, cause = rows.EXACT, ""
-    elif not measured:
-        verdict, cause = rows.MISSING, f"the framework does not tell this {kind}"
-    elif not predicted:
-        verdict, cause = rows.UNPREDICTED, f"no rule predicts this {kind}"
-    else:
-        verdict, cause = rows.DIFFERS, "another order of the parallel dimensions"
-    return LayoutRow(
-        **where, kind=kind, name=name, predicted=predicted, measured=measured, verdict=verdict, cause=cause
-    )

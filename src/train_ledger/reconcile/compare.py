@@ -1,0 +1,180 @@
+"""The stage: predictions and tidy measurements of any number of runs in, the reconciliation's files out."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from train_ledger.spec.errors import DataError
+from train_ledger.spec.io import write_json, write_text
+
+from . import rows
+from .core import predicted_rank, reconcile_collectives, reconcile_resident, recorded_step
+from .facts import FACT_TABLES, rank_facts, run_facts
+from .layout import reconcile_layout
+from .read import read_prediction
+from .rows import CollectiveRow, LayoutRow, ResidentRow
+from .tidy import read_tidy
+
+RUNS_SCHEMA = "train-ledger/reconcile/1"
+
+Data = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Reconciliation:
+    """All rows of a comparison. `runs` are the facts about each run; `facts` the rows of the other tables, by name."""
+
+    resident: list[ResidentRow]
+    collectives: list[CollectiveRow]
+    layout: list[LayoutRow]
+    runs: list[dict[str, Any]]
+    facts: dict[str, list[dict[str, Any]]]
+
+    def differences(self) -> list[ResidentRow | CollectiveRow | LayoutRow]:
+        """Every row that is not explained."""
+        return [r for r in (*self.resident, *self.collectives, *self.layout) if r.verdict not in rows.CLEAN]
+
+
+def reconcile_files(predict_files: Sequence[str | Path], probe_files: Sequence[str | Path]) -> Reconciliation:
+    """Join predict files with tidy tables, run by run, in the order of the predict files.
+
+    Raises:
+        DataError: a file is not as its schema says, a run is there twice, predicted but not measured, or the reverse.
+    """
+    predictions = _by_run((read_prediction(f), f) for f in predict_files)
+    measurements = _by_run(((_same_run(read_tidy(f), f)), f) for f in probe_files)
+    for run, (_, file) in predictions.items():
+        if run not in measurements:
+            raise DataError(f"run {run!r} is predicted here, but no measurement of it was given", file=file, key="run")
+    for run, (_, file) in measurements.items():
+        if run not in predictions:
+            raise DataError(f"run {run!r} was measured here, but no prediction of it was given", file=file, key="run")
+    out = Reconciliation([], [], [], [], {name: [] for name in FACT_TABLES})
+    for run, (prediction, _) in predictions.items():
+        ranks, file = measurements[run]
+        try:
+            _reconcile_run(prediction, ranks["ranks"], out)
+        except DataError as e:
+            raise DataError(e.message, file=e.file or file, key=e.key) from e
+    return out
+
+
+def _by_run(files: Iterable[tuple[Data, str | Path]]) -> dict[str, tuple[Data, str | Path]]:
+    out: dict[str, tuple[Data, str | Path]] = {}
+    for data, file in files:
+        if data["run"] in out:
+            raise DataError(f"run {data['run']!r} is also in {out[data['run']][1]}", file=file, key="run")
+        out[data["run"]] = (data, file)
+    return out
+
+
+def _same_run(ranks: list[dict[str, Any]], file: str | Path) -> dict[str, Any]:
+    if not ranks:
+        raise DataError("holds no rank", file=file)
+    if len({r["run"] for r in ranks}) != 1:
+        raise DataError("holds more than one run", file=file, key="run")
+    return {"run": ranks[0]["run"], "ranks": ranks}
+
+
+def _reconcile_run(prediction: Data, ranks: Sequence[Data], out: Reconciliation) -> None:
+    for measured in ranks:
+        ledger = predicted_rank(prediction, measured)
+        step = recorded_step(prediction, measured)
+        out.resident.extend(reconcile_resident(prediction, ledger, measured))
+        out.collectives.extend(reconcile_collectives(prediction, ledger, measured, step))
+        out.collectives.extend(_other_steps(prediction, ledger, measured, step))
+        out.layout.extend(reconcile_layout(prediction, measured))
+        for name, facts in rank_facts(prediction, measured, step).items():
+            out.facts[name].extend(facts)
+    out.runs.append(run_facts(prediction, ranks))
+
+
+def _other_steps(prediction: Data, ledger: Data, measured: Data, compared: int) -> list[CollectiveRow]:
+    """Where another recorded step than the compared one differs. Step 1 is no steady step and is left out."""
+    others = sorted({c["step"] for c in measured["collectives"]} - {1, compared})
+    if prediction.get("step", "steady") != "steady":
+        return []
+    found = [r for step in others for r in reconcile_collectives(prediction, ledger, measured, step)]
+    return [r for r in found if r.verdict not in rows.CLEAN]
+
+
+def write(result: Reconciliation, out_dir: str | Path) -> None:
+    """resident.csv, collectives.csv, layout.csv, one CSV a table of facts, and runs.json, each whole or not at all."""
+    out_dir = Path(out_dir)
+    for name, found, row in (
+        ("resident", result.resident, ResidentRow),
+        ("collectives", result.collectives, CollectiveRow),
+        ("layout", result.layout, LayoutRow),
+    ):
+        write_text(out_dir / f"{name}.csv", _csv(rows.columns(row), rows.to_dicts(found)))
+    for name, columns in FACT_TABLES.items():
+        write_text(out_dir / f"{name}.csv", _csv(columns, result.facts[name]))
+    write_json(out_dir / "runs.json", {"schema": RUNS_SCHEMA, "runs": result.runs})
+
+
+def _csv(columns: Sequence[str], records: Iterable[Mapping[str, Any]]) -> str:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(records)
+    return text.getvalue()
+
+
+def difference_lines(result: Reconciliation, limit: int = 40) -> list[str]:
+    """One line a difference, ranks that differ alike on one line; at most `limit`, then how many more there are."""
+    alike: dict[tuple[str, str, str], list[int]] = {}
+    for r in result.differences():
+        alike.setdefault((r.run, _what(r), r.cause), []).append(r.rank)
+    lines = []
+    for (run, what, cause), ranks in alike.items():
+        where = "rank" if len(ranks) == 1 else "ranks"
+        lines.append(f"{run}, {where} {rank_ranges(ranks)}: {what}" + (f" ({cause})" if cause else ""))
+    if len(lines) > limit:
+        lines = [*lines[:limit], f"and {len(lines) - limit} differences more, all in the CSV files"]
+    return lines
+
+
+def _what(r: ResidentRow | CollectiveRow | LayoutRow) -> str:
+    if isinstance(r, ResidentRow):
+        figures = (
+            f"predicted {r.predicted_bytes:,} B, measured {r.measured_bytes:,} B, residual {r.residual_bytes:+,} B"
+        )
+        return f"{r.container} {r.dtype} of {r.owner}: {r.verdict}, {figures}"
+    if isinstance(r, CollectiveRow):
+        figures = (
+            f"predicted {r.predicted_count:,} calls and {r.predicted_bytes:,} B, "
+            f"measured {r.measured_count:,} and {r.measured_bytes:,} B"
+        )
+        return f"{r.op} {r.dtype} on {r.group}, step {r.step}: {r.verdict}, {figures}"
+    return f"{r.kind} {r.name}: {r.verdict}, predicted {r.predicted or 'none'}, measured {r.measured or 'none'}"
+
+
+def rank_ranges(ranks: Iterable[int]) -> str:
+    """Ranks for a person: `0-3, 6`."""
+    out: list[list[int]] = []
+    for r in sorted(set(ranks)):
+        if out and r == out[-1][1] + 1:
+            out[-1][1] = r
+        else:
+            out.append([r, r])
+    return ", ".join(f"{a}-{b}" if b > a else str(a) for a, b in out)
+
+
+def summary_line(result: Reconciliation) -> str:
+    """The verdict in one line, computed from the rows."""
+    bad = result.differences()
+    resident = [r for r in bad if isinstance(r, ResidentRow)]
+    calls = [r for r in bad if isinstance(r, CollectiveRow)]
+    layout = [r for r in bad if isinstance(r, LayoutRow)]
+    n_ranks = len({(r.run, r.rank) for r in result.layout})
+    n_bytes = sum(abs(r.residual_bytes) for r in resident)
+    n_calls = sum(abs(r.measured_count - r.predicted_count) or r.measured_count for r in calls)
+    text = f"{len(result.runs)} runs, {n_ranks} ranks: {n_bytes:,} bytes, {n_calls:,} calls unexplained"
+    if layout:
+        text += f", {len(layout)} coordinates or groups differ"
+    return text

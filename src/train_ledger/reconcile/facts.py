@@ -1,0 +1,142 @@
+"""What plot and report show besides the reconciled rows: calls by site, steps, lifelines, who measured what on what."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .core import group_ranks, spaced
+
+Data = Mapping[str, Any]
+
+#: Columns of each table of facts, in file order.
+FACT_TABLES: dict[str, list[str]] = {
+    "calls": [
+        "run",
+        "rank",
+        "step",
+        "op",
+        "group",
+        "ranks",
+        "dtype",
+        "in_numel",
+        "out_numel",
+        "count",
+        "phase",
+        "site",
+    ],
+    "predicted_calls": [
+        *(
+            "run",
+            "rank",
+            "op",
+            "group",
+            "ranks",
+            "dtype",
+            "in_numel",
+            "out_numel",
+            "count",
+            "component",
+            "phase",
+            "rule",
+        ),
+    ],
+    "steps": ["run", "rank", "step", "loss", "grad_norm", "time_s", "requested_bytes", "allocated_bytes", "peak_bytes"],
+    "lifeline": [
+        *("run", "rank", "weight", "full_numel", "order", "step", "micro_batch", "event", "state", "dtype", "numel"),
+        *("storage_bytes", "master_name", "master_dtype", "master_numel", "master_device", "master_same_storage"),
+    ],
+    "memory_events": ["run", "rank", "order", "detail"],
+    "kernels": ["run", "rank", "kind", "detail"],
+}
+
+_MEMORY = {
+    "requested_bytes": "requested_bytes.all.current",
+    "allocated_bytes": "allocated_bytes.all.current",
+    "peak_bytes": "allocated_bytes.all.peak",
+}
+
+
+def rank_facts(prediction: Data, measured: Data, step: int) -> dict[str, list[dict[str, Any]]]:
+    """Rows of every table of `FACT_TABLES` for one rank; calls are those of `step`."""
+    where = {"run": measured["run"], "rank": measured["rank"]}
+    named = group_ranks(prediction, measured["rank"])
+    by_ranks: dict[tuple[int, ...], str] = {}
+    for name, ranks in named.items():
+        by_ranks.setdefault(ranks, name)
+    calls = []
+    for c in measured["collectives"]:
+        if c["step"] == step:
+            ranks = tuple(sorted(c["ranks"]))
+            same = {k: c[k] for k in ("step", "op", "dtype", "in_numel", "out_numel", "count", "phase", "site")}
+            group = by_ranks.get(ranks) or c.get("group", "")
+            calls.append({**where, **same, "group": group, "ranks": spaced(ranks)})
+    predicted = []
+    for ledger in prediction["ranks"]:
+        if ledger["rank"] == measured["rank"]:
+            for c in ledger["collectives"]:
+                predicted.append({**where, "rule": "", **c, "ranks": spaced(named[c["group"]])})
+    steps = []
+    for s in measured["steps"]:
+        memory = {k: (s["memory"] or {}).get(key) for k, key in _MEMORY.items()}
+        steps.append({**where, **{k: s[k] for k in ("step", "loss", "grad_norm", "time_s")}, **memory})
+    loose = [
+        {**where, "kind": kind, "detail": _json(item)}
+        for kind in ("kernels", "records")
+        for item in measured.get(kind, [])
+    ]
+    if measured.get("timeline"):
+        loose.append({**where, "kind": "timeline", "detail": _json(measured["timeline"])})
+    return {
+        "calls": calls,
+        "predicted_calls": predicted,
+        "steps": steps,
+        "lifeline": _lifeline(where, measured["lifeline"]),
+        "memory_events": [
+            {**where, "order": i, "detail": _json(item)} for i, item in enumerate(measured.get("memory_events", []))
+        ],
+        "kernels": loose,
+    }
+
+
+def _lifeline(where: Data, life: Data | None) -> list[dict[str, Any]]:
+    out = []
+    for i, e in enumerate(life["events"] if life else []):
+        master = e["master"] or {}
+        out.append(
+            {
+                **where,
+                "weight": life["weight"],
+                "full_numel": life["full_numel"],
+                "order": i,
+                **{k: e[k] for k in ("step", "micro_batch", "event", "state", "dtype", "numel", "storage_bytes")},
+                **{f"master_{k}": master.get(k) for k in ("name", "dtype", "numel", "device", "same_storage")},
+            }
+        )
+    return out
+
+
+def run_facts(prediction: Data, ranks: Sequence[Data]) -> dict[str, Any]:
+    """What holds for a run as a whole: identity, versions, machine, process groups, and what the prediction adds."""
+    known = {"schema", "run", "framework", "world_size", "step", "config_sha256", "groups", "ranks"}
+    hosts = {_json(r["host"]): r["host"] for r in ranks}
+    devices = {_json(r["device"]): r["device"] for r in ranks}
+    return {
+        "run": prediction["run"],
+        "framework": prediction["framework"],
+        "world": ranks[0]["world"],
+        "world_size": prediction["world_size"],
+        "step_kind": prediction.get("step", "steady"),
+        "config_sha256": ranks[0]["config_sha256"],
+        "versions": ranks[0]["versions"],
+        "hosts": [hosts[k] for k in sorted(hosts)],
+        "devices": [devices[k] for k in sorted(devices)],
+        "ranks": [{"rank": r["rank"], "coords": r["coords"]} for r in ranks],
+        "groups": prediction["groups"],
+        "extra": {k: v for k, v in prediction.items() if k not in known},
+    }
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))

@@ -1,0 +1,117 @@
+"""Reads what a launch left behind, and believes none of it until it is checked."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from train_ledger.spec import ledger
+from train_ledger.spec.dtypes import ELEMENT_BYTES
+from train_ledger.spec.errors import DataError
+from train_ledger.spec.io import read_json
+from train_ledger.spec.registry import FRAMEWORKS
+
+LAUNCH_SCHEMA = "train-ledger/launch/1"
+RANK_SCHEMA = "train-ledger/rank/1"
+
+#: Fields of a rank file that say which launch it is from.
+IDENTITY = ("run", "framework", "world", "world_size", "config_sha256")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A finished launch: `meta` is run.json, `ranks` the rank files in rank order."""
+
+    meta: Mapping[str, Any]
+    ranks: tuple[Mapping[str, Any], ...]
+
+
+def read_launch(launch_dir: str | Path) -> Launch:
+    """run.json and every rank file that it names.
+
+    Raises:
+        DataError: run.json or a rank file is missing, truncated, of another schema, not the one that run.json hashed,
+            of another run or config, or measured with a framework version that the rules were not verified with; a rank
+            did not end well or is missing. Names the file and the key.
+    """
+    run_file = Path(launch_dir) / "run.json"
+    meta = read_json(run_file, LAUNCH_SCHEMA, "launch")
+    ranks = []
+    for i, entry in enumerate(meta["ranks"]):
+        if entry["exit"] != 0:
+            raise DataError(f"rank {entry['rank']} ended with {entry['exit']}", file=run_file, key=f"ranks[{i}].exit")
+        if Path(entry["file"]).name != entry["file"] or not entry["file"]:
+            raise DataError(f"{entry['file'][:120]!r} is not a plain file name", file=run_file, key=f"ranks[{i}].file")
+        ranks.append(_read_rank(run_file, meta, entry))
+    ranks.sort(key=lambda r: r["rank"])
+    present = [r["rank"] for r in ranks]
+    # A fake world starts the ranks that were asked for; every other world starts all of them.
+    wanted = sorted(set(present)) if meta["world"] == "fake" else list(range(meta["world_size"]))
+    if present != wanted or not present:
+        gone = sorted(set(wanted) - set(present))
+        what = f"ranks {gone} of {meta['world_size']} are missing" if gone else "a rank is there twice, or none is"
+        raise DataError(what, file=run_file, key="ranks")
+    for rank in ranks[1:]:
+        if rank["versions"] != ranks[0]["versions"]:
+            file = Path(launch_dir) / f"rank{rank['rank']}.json"
+            raise DataError(f"other versions than on rank {ranks[0]['rank']}", file=file, key="versions")
+    return Launch(meta, tuple(ranks))
+
+
+def _read_rank(run_file: Path, meta: Mapping[str, Any], entry: Mapping[str, Any]) -> dict[str, Any]:
+    file = run_file.parent / entry["file"]
+    try:
+        content = file.read_bytes()
+    except OSError as e:
+        raise DataError(f"cannot be read: {e.strerror or e} (rank {entry['rank']})", file=file) from e
+    data = read_json(file, RANK_SCHEMA, "rank")
+    if hashlib.sha256(content).hexdigest() != entry["sha256"]:
+        raise DataError(
+            f"is not the file that {run_file.name} hashed; it was changed afterwards", file=file, key="sha256"
+        )
+    if data["rank"] != entry["rank"]:
+        raise DataError(f"is {data['rank']}, but {run_file.name} says {entry['rank']}", file=file, key="rank")
+    for key in IDENTITY:
+        if data[key] != meta[key]:
+            raise DataError(f"is {data[key]!r}, but {run_file.name} says {meta[key]!r}", file=file, key=key)
+    check_version(data, file)
+    return data
+
+
+def check_version(data: Mapping[str, Any], file: str | Path) -> None:
+    """Refuse a measurement of a framework version that the rules were not verified with.
+
+    Raises:
+        DataError: unknown framework, version not recorded, or another version.
+    """
+    if data["framework"] not in FRAMEWORKS:
+        raise DataError(f"{data['framework']!r} is not one of {', '.join(FRAMEWORKS)}", file=file, key="framework")
+    framework = FRAMEWORKS[data["framework"]]
+    key = f"versions.{framework.distribution}"
+    found = data["versions"].get(framework.distribution)
+    if found is None:
+        raise DataError("is missing", file=file, key=key)
+    if found.split("+")[0] != framework.version:
+        raise DataError(f"is {found}, the rules are those of {framework.version}", file=file, key=key)
+
+
+def read_prediction(file: str | Path) -> dict[str, Any]:
+    """A predict file whose sums hold.
+
+    Raises:
+        DataError: missing, truncated, of another schema, or bytes that are not elements times their size.
+    """
+    data = read_json(file, ledger.SCHEMA, "predict")
+    for i, rank in enumerate(data["ranks"]):
+        for j, c in enumerate(rank["containers"]):
+            at = f"ranks[{i}].containers[{j}]"
+            if c["dtype"] not in ELEMENT_BYTES:
+                raise DataError(f"{c['dtype']!r} is not a known element type", file=file, key=f"{at}.dtype")
+            if c["bytes"] != (c["numel"] + c["pad_numel"]) * ELEMENT_BYTES[c["dtype"]]:
+                raise DataError(f"{c['bytes']} is not elements times their size", file=file, key=f"{at}.bytes")
+        if rank["resident_bytes"] != sum(c["bytes"] for c in rank["containers"]):
+            raise DataError("is not the sum of the containers", file=file, key=f"ranks[{i}].resident_bytes")
+    return data

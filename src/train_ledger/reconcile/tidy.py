@@ -1,0 +1,193 @@
+"""One tidy table a run: every fact of the rank files is one row, told apart by `kind`. It holds all that the files hold.
+
+| kind | one row a | columns that are filled |
+|---|---|---|
+| rank, census | rank file, its census | detail: run, framework, world, versions, host, device as JSON |
+| coord, group | coordinate, process group | name, count; name, ranks |
+| step, memory | figure of a step | step, name, value; step, name, count (torch.cuda.memory_stats) |
+| container, other | container, unclaimed storage | step, name, owner, dtype, device, numel, bytes, count (storages), detail |
+| collective | kind of call | step, op, ranks, name (group), dtype, in_numel, out_numel, count, phase, site |
+| weight, lifeline | followed weight, event of it | name, site (module), numel; step, micro_batch, event, state, dtype, numel, bytes, detail (master) |
+| kernel, record, timeline, memory_event | what only CUDA or NCCL tells | detail as JSON |
+"""  # noqa: E501
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from train_ledger.spec.errors import DataError
+
+from .read import IDENTITY, Launch
+
+TABLE_SCHEMA = "train-ledger/probe/1"
+
+_TEXT = ("kind", "name", "owner", "dtype", "device", "op", "ranks", "phase", "site", "event", "state", "detail")
+_WHOLE = ("rank", "step", "micro_batch", "numel", "bytes", "count", "in_numel", "out_numel")
+COLUMNS = pa.schema(
+    [(c, pa.string()) for c in _TEXT] + [(c, pa.int64()) for c in _WHOLE] + [("value", pa.float64())],
+    metadata={"schema": TABLE_SCHEMA},
+)
+_META = (*IDENTITY, "versions", "host", "device")
+_LOOSE = {"kernel": "kernels", "record": "records", "memory_event": "memory_events"}
+
+
+def write_tidy(launch: Launch, out: str | Path) -> None:
+    """Write the tidy table of a launch as Parquet, whole or not at all."""
+    out = Path(out)
+    rows = [row for rank in launch.ranks for row in _rank_rows(rank)]
+    table = pa.Table.from_pylist(rows, schema=COLUMNS)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    fd, tmp = tempfile.mkstemp(dir=out.parent, prefix=f".{out.name[:50]}.", suffix=".tmp")
+    os.close(fd)
+    try:
+        pq.write_table(table, tmp)
+        os.chmod(tmp, 0o644)
+        os.replace(tmp, out)
+    except BaseException:
+        Path(tmp).unlink(missing_ok=True)
+        raise
+
+
+def read_tidy(file: str | Path) -> list[dict[str, Any]]:
+    """The rank files' contents again, in rank order.
+
+    Raises:
+        DataError: missing, truncated, not a table of ours, or without a row that every rank has.
+    """
+    try:
+        table = pq.read_table(file)
+    except FileNotFoundError as e:
+        raise DataError("cannot be read: there is no such file", file=file) from e
+    except (OSError, pa.ArrowException) as e:
+        raise DataError(f"is not complete Parquet ({e}); it may be truncated", file=file) from e
+    found = (table.schema.metadata or {}).get(b"schema", b"").decode(errors="replace")
+    if found != TABLE_SCHEMA:
+        raise DataError(f"is {found!r}, expected {TABLE_SCHEMA!r}", file=file, key="schema")
+    if table.schema.names != COLUMNS.names:
+        raise DataError(f"columns are not {', '.join(COLUMNS.names)}", file=file, key="columns")
+    by_rank: dict[int, list[dict[str, Any]]] = {}
+    for row in table.to_pylist():
+        by_rank.setdefault(row["rank"], []).append(row)
+    try:
+        return [_rank_data(rank, by_rank[rank]) for rank in sorted(by_rank)]
+    except (KeyError, IndexError, TypeError, ValueError) as e:
+        raise DataError(f"a row is not as the stage writes it ({type(e).__name__}: {e})", file=file) from e
+
+
+def _rank_rows(data: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    def row(kind: str, **cells: Any) -> dict[str, Any]:
+        return {"kind": kind, "rank": data["rank"], **cells}
+
+    yield row("rank", detail=_json({k: data[k] for k in _META}))
+    for name, at in data["coords"].items():
+        yield row("coord", name=name, count=at)
+    for g in data["groups"]:
+        yield row("group", name=g["name"], ranks=_spaced(g["ranks"]))
+    for s in data["steps"]:
+        for name in ("loss", "grad_norm", "time_s"):
+            yield row("step", step=s["step"], name=name, value=s[name])
+        for name, count in sorted((s["memory"] or {}).items()):
+            yield row("memory", step=s["step"], name=name, count=count)
+    at = data["census"]["step"]
+    yield row("census", step=at)
+    for c in data["census"]["containers"]:
+        same = {k: c[k] for k in ("name", "owner", "dtype", "device", "numel", "bytes")}
+        yield row("container", step=at, count=c["storages"], detail=_json(c.get("blocks", [])), **same)
+    for c in data["census"]["other"]:
+        same = {k: c[k] for k in ("dtype", "device", "bytes", "count")}
+        yield row("other", step=at, detail=_json(c["shape"]), **same)
+    for c in data["collectives"]:
+        same = {k: c[k] for k in ("step", "op", "dtype", "in_numel", "out_numel", "count", "phase", "site")}
+        yield row("collective", name=c.get("group", ""), ranks=_spaced(c["ranks"]), **same)
+    life = data["lifeline"]
+    if life:
+        yield row("weight", name=life["weight"], site=life.get("module", ""), numel=life["full_numel"])
+        for e in life["events"]:
+            same = {k: e[k] for k in ("step", "micro_batch", "event", "state", "dtype", "numel")}
+            yield row("lifeline", bytes=e["storage_bytes"], detail=_json(e["master"]), **same)
+    for kind, key in _LOOSE.items():
+        for item in data.get(key, []):
+            yield row(kind, detail=_json(item))
+    if data.get("timeline"):
+        yield row("timeline", detail=_json(data["timeline"]))
+
+
+def _rank_data(rank: int, rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    kinds: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        kinds.setdefault(row["kind"], []).append(row)
+
+    def some(kind: str) -> list[Mapping[str, Any]]:
+        return kinds.get(kind, [])
+
+    def pick(row: Mapping[str, Any], *names: str) -> dict[str, Any]:
+        return {k: row[k] for k in names}
+
+    steps: dict[int, dict[str, Any]] = {}
+    for row in some("step"):
+        steps.setdefault(row["step"], {"step": row["step"], "memory": None})[row["name"]] = row["value"]
+    for row in some("memory"):
+        memory = steps[row["step"]]["memory"] or {}
+        steps[row["step"]]["memory"] = {**memory, row["name"]: row["count"]}
+    containers = [
+        {
+            **pick(r, "name", "owner", "dtype", "device", "numel", "bytes"),
+            "storages": r["count"],
+            "blocks": json.loads(r["detail"]),
+        }
+        for r in some("container")
+    ]
+    other = [{**pick(r, "dtype", "device", "bytes", "count"), "shape": json.loads(r["detail"])} for r in some("other")]
+    calls = ("step", "op", "dtype", "in_numel", "out_numel", "count", "phase", "site")
+    events = ("step", "micro_batch", "event", "state", "dtype", "numel")
+    life = [
+        {
+            "weight": w["name"],
+            "module": w["site"],
+            "full_numel": w["numel"],
+            "events": [
+                {**pick(r, *events), "storage_bytes": r["bytes"], "master": json.loads(r["detail"])}
+                for r in some("lifeline")
+            ],
+        }
+        for w in some("weight")
+    ]
+    out = {
+        "schema": "train-ledger/rank/1",
+        "rank": rank,
+        **json.loads(some("rank")[0]["detail"]),
+        "coords": {r["name"]: r["count"] for r in some("coord")},
+        "groups": [{"name": r["name"], "ranks": _numbers(r["ranks"])} for r in some("group")],
+        "steps": list(steps.values()),
+        "census": {"step": some("census")[0]["step"], "containers": containers, "other": other},
+        "collectives": [
+            {**pick(r, *calls), "ranks": _numbers(r["ranks"]), "group": r["name"]} for r in some("collective")
+        ],
+        "lifeline": life[0] if life else None,
+    }
+    for kind, key in _LOOSE.items():
+        if some(kind):
+            out[key] = [json.loads(r["detail"]) for r in some(kind)]
+    if some("timeline"):
+        out["timeline"] = json.loads(some("timeline")[0]["detail"])
+    return out
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def _spaced(ranks: Iterable[int]) -> str:
+    return " ".join(str(r) for r in ranks)
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(n) for n in text.split()]
