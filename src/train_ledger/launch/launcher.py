@@ -1,0 +1,216 @@
+"""`launch`: run a world, check what its ranks wrote, and publish it: rank files first, `run.json` last.
+
+Each launch writes into a folder of its own inside the target and moves its files out when all are complete, so that a
+launch that was thought dead (a job whose workflow was killed) never overwrites the files of the one that replaced it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+import sys
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from train_ledger.spec.errors import ConfigError, DataError, LaunchError
+from train_ledger.spec.io import check_name, read_json, validate, write_json, write_text
+from train_ledger.spec.run import Run
+
+from .worlds import WORLDS, Job, world
+
+SCHEMA = "train-ledger/launch/1"
+RANK_SCHEMA = "train-ledger/rank/1"
+CLAIM = ".launch-id"
+LOG_TAIL_LINES = 20
+PUBLISHED = ("rank*.json", "rank*.log", "weights*.safetensors")
+
+
+def launch(
+    run: Run,
+    out_dir: str | Path,
+    timeout_s: float = 900,
+    weights: Path | None = None,
+    *,
+    export: bool = False,
+    ranks: Sequence[int] | None = None,
+    device: str = "cpu",
+) -> None:
+    """Runs a world and writes `rank<r>.json`, `rank<r>.log` and, last, `run.json` into `out_dir`.
+
+    Args:
+        run: resolved; `run.world` says how ranks start.
+        out_dir: where the files go; made if missing.
+        timeout_s: the launch is ended and fails after so many seconds.
+        weights: canonical weights to start from.
+        export: also write `weights<r>.safetensors`, what each rank holds of the trained weights, by canonical name.
+        ranks: only these (world `fake`); None means all.
+        device: `cpu` or `cuda` (world `fake`).
+
+    Raises:
+        LaunchError: a rank died, hung, failed or lost its numerics; no process is left.
+        ConfigError: a world or a setting that cannot be.
+    """
+    check_name(run.name, file=run.source or None, key="name")
+    chosen = _chosen(run, ranks)
+    module = world(run.world)
+    attempt = Attempt.begin(run, Path(out_dir))
+    try:
+        began = time.monotonic()
+        module.run_ranks(Job(run, chosen, attempt.directory, timeout_s, weights, export, device))
+        attempt.publish(chosen, time.monotonic() - began)
+    except LaunchError as e:
+        raise attempt.keep_logs(e) from None
+    finally:
+        attempt.discard()
+
+
+def _chosen(run: Run, ranks: Sequence[int] | None) -> tuple[int, ...]:
+    everyone = tuple(range(run.world_size))
+    if ranks is None or tuple(ranks) == everyone:
+        return everyone
+    if run.world != "fake":
+        raise ConfigError(f"world {run.world} needs all its ranks; single ranks run in world fake", key="ranks")
+    wrong = [r for r in ranks if r not in range(run.world_size)]
+    if wrong or not ranks:
+        raise ConfigError(f"{wrong} are not ranks of a world of {run.world_size}", file=run.source or None, key="ranks")
+    return tuple(sorted(set(ranks)))
+
+
+class Attempt:
+    """One launch's private folder inside the target, and the claim that says which launch began last."""
+
+    def __init__(self, run: Run, target: Path, identity: str) -> None:
+        self.run, self.target, self.identity = run, target, identity
+        self.directory = target / f".attempt-{identity}"
+
+    @classmethod
+    def begin(cls, run: Run, target: Path, identity: str = "") -> Attempt:
+        """Claims `target` for a new launch.
+
+        Raises:
+            LaunchError: the folder cannot be written.
+        """
+        attempt = cls(run, target, identity or f"{os.getpid()}-{uuid.uuid4().hex[:12]}")
+        try:
+            attempt.directory.mkdir(parents=True, exist_ok=True)
+            write_text(target / CLAIM, attempt.identity + "\n")
+        except OSError as e:
+            raise LaunchError(f"cannot be written: {e.strerror or e}", file=target) from e
+        return attempt
+
+    @classmethod
+    def join(cls, run: Run, target: Path, first: bool, identity: str) -> Attempt:
+        """For ranks that start by themselves under one identity: the `first` claims, the others make the folder only."""
+        if first:
+            return cls.begin(run, target, identity)
+        attempt = cls(run, target, identity)
+        attempt.directory.mkdir(parents=True, exist_ok=True)
+        return attempt
+
+    def wait_for_peers(self, ranks: Sequence[int], timeout_s: float) -> None:
+        """Until every rank's file is there: ranks on other machines write at about the same time, file systems may lag.
+
+        Raises:
+            LaunchError: names the ranks whose files did not come.
+        """
+        until = time.monotonic() + timeout_s
+        while missing := [r for r in ranks if not (self.directory / f"rank{r}.json").exists()]:
+            if time.monotonic() > until:
+                raise LaunchError(f"the files of ranks {missing} did not come", file=self.directory)
+            time.sleep(0.2)
+
+    def publish(self, ranks: Sequence[int], wall_s: float) -> None:
+        """Checks every rank file, moves them to the target, and writes `run.json`.
+
+        Raises:
+            LaunchError: a file is missing, truncated or of another run; or a later launch has claimed the target.
+        """
+        entries = []
+        for rank in ranks:
+            file = self.directory / f"rank{rank}.json"
+            check_rank_file(file, self.run, rank)
+            sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
+            entries.append({"rank": rank, "exit": 0, "file": file.name, "sha256": sha256})
+        done = {
+            "schema": SCHEMA,
+            "run": self.run.name,
+            "framework": self.run.framework,
+            "world": self.run.world,
+            "world_size": self.run.world_size,
+            "config_sha256": self.run.sha256(),
+            "wall_s": round(wall_s, 3),
+            "ranks": entries,
+        }
+        validate(done, "launch", file=self.target / "run.json", error=DataError)
+        self._check_claim()
+        (self.target / "run.json").unlink(missing_ok=True)
+        mine = {name.replace("*", str(rank)) for name in PUBLISHED for rank in ranks}
+        for old in [p for name in PUBLISHED for p in self.target.glob(name) if p.name not in mine]:
+            old.unlink()
+        for file in sorted(self.directory.iterdir()):
+            os.replace(file, self.target / file.name)
+        write_json(self.target / "run.json", done)
+
+    def keep_logs(self, error: LaunchError) -> LaunchError:
+        """After a failure: logs move to the target, the error that names one names it there, and its end is shown."""
+        with contextlib.suppress(OSError, LaunchError):
+            self._check_claim()
+            for log in self.directory.glob("rank*.log"):
+                os.replace(log, self.target / log.name)
+            if error.file and Path(error.file).parent == self.directory:
+                error = LaunchError(error.message, file=self.target / Path(error.file).name, key=error.key)
+        if error.file and Path(error.file).suffix == ".log":
+            show_log(Path(error.file))
+        return error
+
+    def discard(self) -> None:
+        """Removes the private folder."""
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _check_claim(self) -> None:
+        try:
+            holder = (self.target / CLAIM).read_text(encoding="utf-8").strip()
+        except OSError:
+            holder = ""
+        if holder != self.identity:
+            raise LaunchError("a later launch of the same run has taken this folder; its files stand", file=self.target)
+
+
+def show_log(log: Path) -> None:
+    """The end of a rank's log, on stderr."""
+    with contextlib.suppress(OSError):
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+        print(f"--- the last lines of {log}", *lines[-LOG_TAIL_LINES:], "---", sep="\n", file=sys.stderr, flush=True)
+
+
+def check_rank_file(file: Path, run: Run, rank: int) -> None:
+    """A rank file must be whole, pass its schema, and be of this run and rank.
+
+    Raises:
+        LaunchError: names file and key.
+    """
+    try:
+        data = read_json(file, RANK_SCHEMA, "rank")
+    except DataError as e:
+        raise LaunchError(e.message, file=e.file, key=e.key) from e
+    for key, wanted in (("run", run.name), ("rank", rank), ("config_sha256", run.sha256())):
+        if data[key] != wanted:
+            raise LaunchError(f"is {data[key]!r}, expected {wanted!r}", file=file, key=key)
+
+
+def with_world(run: Run, name: str | None) -> Run:
+    """The run in another world.
+
+    Raises:
+        ConfigError: there is no such world.
+    """
+    if name is None or name == run.world:
+        return run
+    if name not in WORLDS:
+        raise ConfigError(f"there is no world {name!r}; known: {', '.join(WORLDS)}", key="world")
+    return replace(run, world=name)

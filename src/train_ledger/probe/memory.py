@@ -1,0 +1,113 @@
+"""`MemoryProbe`: memory at step boundaries; of chosen steps the collectives, one weight's life and the NCCL kernels.
+
+Needs nothing but torch, so that it serves any training script:
+
+    probe = MemoryProbe("my-run", profile_steps=[20])
+    for i in range(50):
+        with probe.step(i):
+            ...                    # forward, backward, optimizer step
+    probe.dump("probe.json")       # writes probe.rank<r>.json
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+#: Keys of torch.cuda.memory_stats that are kept at a step boundary. `requested` is what tensors asked for, `allocated`
+#: the same rounded to blocks of 512 bytes, `reserved` what the allocator holds from the driver.
+MEMORY_KEYS = (
+    "requested_bytes.all.current",
+    "requested_bytes.all.peak",
+    "allocated_bytes.all.current",
+    "allocated_bytes.all.peak",
+    "reserved_bytes.all.current",
+    "reserved_bytes.all.peak",
+    "active_bytes.all.peak",
+    "allocation.all.current",
+    "num_alloc_retries",
+    "num_ooms",
+)
+
+
+class MemoryProbe:
+    """Reads one rank. Outside of `profile_steps` it costs two reads of allocator counters a step.
+
+    Args:
+        tag: a name for the file.
+        profile_steps: steps of which the collectives (and, if asked for, lifeline and kernels) are recorded.
+        device: where the training runs; the current CUDA device if there is one, else the CPU.
+        rank: number of this rank; by default the environment's RANK.
+        package: import name of the framework, for call sites; by default the first frame outside of torch.
+        optimizer: (object, method name) of the optimizer step, so that calls in it are told apart.
+        weight: the weight to follow (`train_ledger.launch.session.Weight` or anything with its attributes).
+        kernels: read NCCL kernels and their records with torch.profiler.
+    """
+
+    def __init__(
+        self,
+        tag: str,
+        profile_steps: Iterable[int] = (),
+        *,
+        device: torch.device | None = None,
+        rank: int | None = None,
+        package: str = "",
+        optimizer: tuple[object, str] | None = None,
+        weight: Any = None,
+        kernels: bool = False,
+    ) -> None:
+        self.tag = tag
+        self.profile_steps = frozenset(profile_steps)
+        self.device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.rank = int(os.environ.get("RANK", "0")) if rank is None else rank
+        self.package, self.optimizer, self.weight, self.kernels = package, optimizer, weight, kernels
+        self.records: list[dict[str, Any]] = []
+        self.collectives: list[dict[str, Any]] = []
+        self.lifeline: dict[str, Any] | None = None
+
+    @contextlib.contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        """Around one optimizer step. Appends to `records`: step, time in seconds, memory before and after in bytes."""
+        before = self._memory(reset=True)
+        with contextlib.ExitStack() as stack:
+            began = time.perf_counter()
+            yield
+            self._wait()
+            took = time.perf_counter() - began
+            stack.close()
+        self.records.append({"step": step, "time_s": took, "memory": self._memory(), "memory_before": before})
+
+    def extra(self) -> dict[str, Any]:
+        """Optional parts of a rank file: kernels, records, timeline, memory_events."""
+        return {}
+
+    def dump(self, path: str | os.PathLike[str]) -> Path:
+        """Writes `<path without suffix>.rank<r>.json`, under a temporary name first."""
+        path = Path(path)
+        target = path.with_name(f"{path.stem}.rank{self.rank}{path.suffix or '.json'}")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        data = {"tag": self.tag, "rank": self.rank, "records": self.records, "collectives": self.collectives}
+        partial = target.with_name(f".{target.name}.tmp")
+        partial.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+        partial.replace(target)
+        return target
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _memory(self, reset: bool = False) -> dict[str, int] | None:
+        if self.device.type != "cuda":
+            return None
+        self._wait()
+        stats = torch.cuda.memory_stats(self.device)
+        if reset:
+            torch.cuda.reset_peak_memory_stats(self.device)
+        return {key: int(stats.get(key, 0)) for key in MEMORY_KEYS}
