@@ -44,4 +44,5 @@ def predict(run: Run, ranks: Iterable[int] | None = None, step: str = "steady") 
         ranks=tuple(module.rank_ledger(run, rank, step) for rank in wanted),
         step=step,
         config_sha256=run.sha256(),
+        extra={"config": run.to_dict()},
     )
