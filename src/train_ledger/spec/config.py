@@ -178,43 +178,75 @@ def load_comparison(name_or_path: str | Path, config_dir: str | Path, *, world: 
     Raises:
         ConfigError: names file and key.
     """
+    path, data = _read_comparison(name_or_path, config_dir)
+    if world:
+        data["world"] = world
+    model = load_model(data["model"], config_dir, file=path)
+    runs = {}
+    for run_name in data["runs"]:
+        run_path = Path(config_dir) / "runs" / f"{check_name(run_name, file=path, key='runs')}.yaml"
+        if not run_path.is_file():
+            raise ConfigError(f"there is no file {run_path}", file=path, key=f"runs.{run_name}")
+        runs[run_name] = _compared_run(run_path, path, data, config_dir, {})
+    return Comparison(path.stem, model, data["world"], runs)
+
+
+def load_compared_run(
+    run_path: str | Path,
+    comparison: str | Path,
+    *,
+    config_dir: str | Path | None = None,
+    overrides: Mapping[str, Any] | None = None,
+) -> Run:
+    """One run as a comparison runs it; `overrides` go before the comparison.
+
+    Raises:
+        ConfigError: as `load_run`, and that the comparison does not hold the run.
+    """
+    run_path = Path(run_path)
+    config_dir = Path(config_dir) if config_dir else Path(os.path.abspath(run_path)).parent.parent
+    path, data = _read_comparison(comparison, config_dir)
+    if run_path.stem not in data["runs"]:
+        raise ConfigError(f"holds no run {run_path.stem!r}; its runs: {', '.join(data['runs'])}", file=path, key="runs")
+    return _compared_run(run_path, path, data, config_dir, overrides or {})
+
+
+def _read_comparison(name_or_path: str | Path, config_dir: str | Path) -> tuple[Path, dict[str, Any]]:
     path = Path(name_or_path)
     if path.suffix not in {".yaml", ".yml"}:
         check_name(str(name_or_path), key="comparison")
         path = Path(config_dir) / "comparisons" / f"{name_or_path}.yaml"
     data = read_yaml(path)
     validate(data, "comparison", file=path)
-    data = fill_defaults(data, schema("comparison"))
+    check_name(path.stem, file=path)
+    return path, fill_defaults(data, schema("comparison"))
+
+
+def _compared_run(
+    run_path: Path, path: Path, data: Mapping[str, Any], config_dir: str | Path, overrides: Mapping[str, Any]
+) -> Run:
+    own = data["runs"][run_path.stem] or {}
     defaults = {k: data[k] for k in ("model", "world", "steps", "seed")}
-    if world:
-        defaults["world"] = world
-    name = check_name(path.stem, file=path)
-    model = load_model(data["model"], config_dir, file=path)
-    runs = {}
-    for run_name, overrides in data["runs"].items():
-        run_path = Path(config_dir) / "runs" / f"{check_name(run_name, file=path, key='runs')}.yaml"
-        if not run_path.is_file():
-            raise ConfigError(f"there is no file {run_path}", file=path, key=f"runs.{run_name}")
-        try:
-            run = load_run(run_path, config_dir=config_dir, overrides=overrides, defaults=defaults)
-        except ConfigError as e:
-            raise _blame(e, overrides or {}, run_path, path, run_name) from e
-        # Errors that come later (a framework's own limits) must name the comparison too: the run file alone may be
-        # right.
-        runs[run_name] = replace(run, source=f"{run_path} (as {path} runs it)")
-    return Comparison(name, model, defaults["world"], runs)
+    try:
+        run = load_run(run_path, config_dir=config_dir, overrides=merge(own, overrides), defaults=defaults)
+    except ConfigError as e:
+        if str(e.file) != str(run_path) or holds(overrides, e.key):
+            raise
+        if holds(own, e.key):
+            raise ConfigError(e.message, file=path, key=f"runs.{run_path.stem}.{e.key}") from e
+        raise ConfigError(e.message, file=f"{run_path} (as {path} runs it)", key=e.key) from e
+    # A framework's own limits are met later; that error too must name the comparison: the run file may be right.
+    return replace(run, source=f"{run_path} (as {path} runs it)")
 
 
-def _blame(error: ConfigError, overrides: Mapping[str, Any], run_path: Path, path: Path, run_name: str) -> ConfigError:
-    """The same error, pointing at the comparison where it is the comparison that holds the key."""
-    if error.file is None or str(error.file) != str(run_path):
-        return error
+def holds(overrides: Mapping[str, Any], key: str | None) -> bool:
+    """Whether nested mappings hold the dotted `key` of an error."""
     held: Any = overrides
-    for part in re.split(r"\.|\[", error.key or ""):
+    for part in re.split(r"\.|\[", key or ""):
         if not isinstance(held, Mapping) or part not in held:
-            return ConfigError(error.message, file=f"{run_path} (as {path} runs it)", key=error.key)
+            return False
         held = held[part]
-    return ConfigError(error.message, file=path, key=f"runs.{run_name}.{error.key}")
+    return True
 
 
 def override(assignments: Iterable[str], *, option: str = "--set") -> dict[str, Any]:
