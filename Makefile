@@ -14,3 +14,5 @@ setup: .venv/.complete
 
 lock: setup
 	$(UV) pip compile -q --python $(PY) --generate-hashes --no-emit-index-url --no-header envs/requirements.in -o envs/requirements.txt
+	bash envs/bootstrap.sh
+	$(PY) envs/conda.py

@@ -1,0 +1,1 @@
+"""What the Snakefile needs beside its rules: the resolved plan, the identity of environments, resuming."""

@@ -1,0 +1,37 @@
+"""The identity of a framework's environment: a changed pin reruns that framework and nothing else."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from train_ledger.spec.errors import ConfigError
+from train_ledger.spec.io import read_yaml
+
+
+def pins(path: str | Path) -> list[str]:
+    """The pins of a conda environment file, sorted: conda packages as written, `pip:` packages with their `==`.
+
+    Raises:
+        ConfigError: the file is not an environment, or a package is not pinned exactly.
+    """
+    found: list[str] = []
+    for entry in read_yaml(path).get("dependencies") or []:
+        for pin in entry.get("pip") or [] if isinstance(entry, dict) else [entry]:
+            if pin == "pip":  # only the tool that installs the others
+                continue
+            if not isinstance(pin, str) or "=" not in pin or any(c in pin for c in "<>~!*"):
+                raise ConfigError(f"{pin!r} is not an exact pin", file=path, key="dependencies")
+            found.append("".join(pin.split()))
+    if not found:
+        raise ConfigError("pins nothing", file=path, key="dependencies")
+    return sorted(found)
+
+
+def identity(path: str | Path) -> str:
+    """SHA-256 of the sorted pins: comments and order do not matter.
+
+    Raises:
+        ConfigError: as `pins`.
+    """
+    return hashlib.sha256("\n".join(pins(path)).encode()).hexdigest()

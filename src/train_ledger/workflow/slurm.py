@@ -1,0 +1,117 @@
+"""Slurm as the workflow needs it: which jobs are ours, what became of them, and why."""
+
+from __future__ import annotations
+
+import getpass
+import hashlib
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from train_ledger.spec.errors import LaunchError
+
+from . import twins
+
+POLL_S = 3.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job that Slurm knows. `comment` is what the executor plugin wrote: the rule and its wildcards."""
+
+    job: str
+    state: str
+    comment: str
+    reason: str
+    elapsed: str
+
+
+def prefix(folder: str | Path = ".") -> str:
+    """Name prefix of the jobs of this working copy: no other copy's jobs, nor anybody else's, begin with it."""
+    return f"tl-{hashlib.sha256(str(Path(folder).resolve()).encode()).hexdigest()[:16]}"
+
+
+def comment(rule: str, *wildcards: str) -> str:
+    """The comment of a rule's job (snakemake_executor_plugin_slurm `__init__.py:run_job`)."""
+    return f"rule_{rule}_wildcards_{'_'.join(wildcards)}"
+
+
+def available() -> bool:
+    """Whether there are Slurm commands on this machine."""
+    return bool(shutil.which("sbatch") and shutil.which("squeue"))
+
+
+def ask(*command: str) -> str:
+    """The output of a Slurm command.
+
+    Raises:
+        LaunchError: it is not there, fails, or does not answer within a minute.
+    """
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    except FileNotFoundError:
+        raise LaunchError(
+            f"{command[0]} is not on PATH: this is no machine from which jobs can be sent to Slurm"
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise LaunchError(f"{command[0]} does not answer: is Slurm's controller up?") from None
+    if done.returncode:
+        raise LaunchError(f"{command[0]}: {' '.join(done.stderr.split()) or f'exit code {done.returncode}'}")
+    return done.stdout
+
+
+def ours() -> list[Job]:
+    """Jobs of this working copy that run or wait.
+
+    Raises:
+        LaunchError: squeue fails.
+    """
+    found = []
+    for line in ask("squeue", "--noheader", "--user", getpass.getuser(), "--format", "%i|%j|%T|%r|%M|%k").splitlines():
+        job, name, state, reason, elapsed, text = (line.strip().split("|", 5) + [""] * 6)[:6]
+        if name.startswith(prefix()):
+            found.append(Job(job, state, text, reason, elapsed))
+    return found
+
+
+def settle(wanted: Mapping[tuple[str, str], Mapping[str, Any]]) -> None:
+    """Jobs that an earlier workflow left: those that do what is wanted now are waited for, the others are cancelled.
+
+    A waiting job reads the configuration when it starts, so it does what is wanted as long as its run is in the plan.
+    A running one wrote down what it was asked for (`twins.REQUEST`).
+
+    Raises:
+        LaunchError: Slurm does not answer.
+    """
+    if not available():
+        raise LaunchError("sbatch and squeue are not on PATH: this is no machine from which jobs can be sent to Slurm")
+    runs = {comment("launch", *key): key for key in wanted}
+    shown: dict[str, str] = {}
+    cancelled: set[str] = set()
+    while jobs := ours():
+        for job in jobs:
+            key = runs.get(job.comment)
+            asked = twins.asked(Path("results") / key[0] / "launch" / key[1]) if key else None
+            running = job.state not in ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SUSPENDED", "PREEMPTED")
+            told = running and asked is not None and asked.get("slurm_job") == job.job
+            stale = key is None or (told and not twins.same(asked, wanted[key]))
+            if stale and job.job not in cancelled and job.state != "COMPLETING":
+                say(f"cancelling Slurm job {job.job} ({job.comment}): an earlier snakemake's, no longer wanted")
+                ask("scancel", job.job)
+                cancelled.add(job.job)
+            elif job.job not in cancelled and shown.get(job.job) != job.state:
+                shown[job.job] = job.state
+                name = "/".join(key) if key else job.comment
+                why = f", {job.reason}" if job.state == "PENDING" else f", {job.elapsed}"
+                say(f"waiting for Slurm job {job.job} ({name}: {job.state}{why}) that an earlier snakemake started")
+        time.sleep(POLL_S)
+
+
+def say(text: str) -> None:
+    """One line on stderr."""
+    print(f"train-ledger: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,86 @@
+"""What the rules share: the plan (every run, resolved and checked) and what each rule may see of it."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+# The package is imported from this checkout, in conda environments too; `python` is the one that runs Snakemake unless a rule's own
+# environment goes before it.
+ROOT = Path(workflow.basedir)
+sys.path.insert(0, str(ROOT / "src"))
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")])
+)
+os.environ["PATH"] = os.pathsep.join(
+    [str(Path(sys.executable).parent), os.environ["PATH"]]
+)
+os.environ.setdefault("PYTHONHASHSEED", "0")
+
+from train_ledger.spec.errors import LedgerError
+from train_ledger.workflow import envs, resume, slurm
+from train_ledger.workflow.plan import load_plan
+
+try:
+    PLAN = load_plan(config)
+    ENVIRONMENTS = {
+        run.framework: envs.identity(ROOT / f"envs/{run.framework}.yaml")
+        for run in PLAN.runs.values()
+    }
+except LedgerError as e:
+    sys.exit(f"train-ledger: {e}")
+
+RUNS = PLAN.runs
+COMPARISON = PLAN.comparison.name
+PAPER = PLAN.paper.name if PLAN.paper else None
+
+
+wildcard_constraints:
+    comparison=r"[A-Za-z0-9][A-Za-z0-9._-]*",
+    run=r"[A-Za-z0-9][A-Za-z0-9._-]*",
+
+
+def run_of(wildcards):
+    """The resolved run that a job is about."""
+    return RUNS[wildcards.comparison, wildcards.run]
+
+
+def run_json(wildcards):
+    """All that a job may know of the configuration: its own run. Editing another run, or a comment, changes nothing here."""
+    return json.dumps(run_of(wildcards).to_dict(), sort_keys=True)
+
+
+def of_runs(pattern, comparison=COMPARISON):
+    """One file for each run of a comparison."""
+    return [
+        pattern.format(comparison=of, run=run) for of, run in RUNS if of == comparison
+    ]
+
+
+def start():
+    """Once, before the first job: see train_ledger.workflow.resume. Not for a dry run, and not in a job's own Snakemake."""
+    plugin = workflow.executor_plugin
+    if (
+        plugin is None
+        or not workflow.is_main_process
+        or workflow.dryrun
+        or workflow.touch
+    ):
+        return
+    try:
+        if plugin.name == "slurm":
+            workflow.executor_settings.jobname_prefix = slurm.prefix()
+        resume.begin(PLAN, ENVIRONMENTS, plugin.name)
+    except LedgerError as e:
+        sys.exit(f"train-ledger: {e}")
+
+
+def targets(wildcards):
+    """What `snakemake` makes. The verdict comes after the report: what does not reconcile is shown before it fails."""
+    start()
+    return [f"results/{COMPARISON}/report.html", f"results/{COMPARISON}/verdict.txt"]
+
+
+def canonical_weights(wildcards):
+    """Canonical initial weights of a launch; none unless a stage that makes them says otherwise."""
+    return []

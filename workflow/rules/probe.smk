@@ -1,0 +1,23 @@
+"""probe: what the ranks wrote, checked and made one tidy table a run."""
+
+
+rule probe:
+    input:
+        launch="results/{comparison}/launch/{run}/run.json",
+    output:
+        "results/{comparison}/probe/{run}.parquet",
+    log:
+        "logs/{comparison}/probe/{run}.log",
+    benchmark:
+        "logs/{comparison}/probe/{run}.tsv"
+    conda:
+        "../../envs/workflow.yaml"
+    threads: 1
+    resources:
+        mem_mb=2000,
+    params:
+        damaged=lambda w: resume.damaged(f"results/{w.comparison}/launch/{w.run}"),
+    message:
+        "Checking what the ranks of {wildcards.run} wrote"
+    script:
+        "../scripts/probe.py"
