@@ -1,4 +1,5 @@
-"""A Llama- or GPT-shaped decoder in plain PyTorch: what DeepSpeed trains here, and what the single-process reference runs.
+"""A Llama- or GPT-shaped decoder in plain PyTorch: what DeepSpeed trains here, and what the single-process
+reference runs.
 
 Modules and parameters carry their Hugging Face Llama names, so that `spec.model.canonical_tensors` maps one to one.
 """
@@ -46,7 +47,9 @@ def _scaled(frequency: Tensor, scaling: Mapping[str, Any]) -> Tensor:
 
 
 def rotate(x: Tensor, frequency: Tensor) -> Tensor:
-    """Rotary positions, computed in fp32, for x of shape (batch, heads, sequence, head_dim); halves are paired, as in Hugging Face."""
+    """Rotary positions, computed in fp32, for x of shape (batch, heads, sequence, head_dim); halves are paired, as
+    in Hugging Face.
+    """
     position = torch.arange(x.shape[-2], device=x.device).to(torch.float32)
     angle = position[:, None] * frequency
     cos, sin = angle.cos(), angle.sin()

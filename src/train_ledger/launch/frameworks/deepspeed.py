@@ -70,7 +70,8 @@ def ds_config(run: Run) -> dict[str, Any]:
         "zero_optimization": zero,
         "optimizer": {
             "type": "AdamW",
-            # torch_adam: DeepSpeed's FusedAdam is compiled when first used (minutes, and a compiler); torch's is the same AdamW.
+            # torch_adam: DeepSpeed's FusedAdam is compiled when first used (minutes, and a compiler); torch's is the
+            # same AdamW.
             "params": {
                 "lr": o.lr,
                 "betas": [o.beta1, o.beta2],
@@ -88,7 +89,9 @@ def ds_config(run: Run) -> dict[str, Any]:
 
 
 def param_groups(model: nn.Module, run: Run) -> list[Any]:
-    """DeepSpeed's default is one group in which everything decays; without `decay_norms` a second one holds what does not."""
+    """DeepSpeed's default is one group in which everything decays; without `decay_norms` a second one holds what
+    does not.
+    """
     params = list(model.parameters())
     if run.optimizer.decay_norms:
         return params
@@ -122,8 +125,8 @@ def _prepare(rank: Rank) -> None:
 def _answer_as_rank_0() -> None:
     """Lets a rank that is alone pass the check that all ranks recorded the same trace (zero/utils.py).
 
-    Rank 0's list is broadcast and compared; the fake process group delivers nothing, so the lone rank compares its list with
-    its own. The broadcasts are still called.
+    Rank 0's list is broadcast and compared; the fake process group delivers nothing, so the lone rank compares its
+    list with its own. The broadcasts are still called.
     """
     from deepspeed import comm
     from deepspeed.runtime.zero import utils
@@ -169,7 +172,9 @@ class Session:
         return StepResult(loss_sum.item() / self.run.num_micro_batches, None if norm is None else float(norm))
 
     def _batch(self, step: int, micro_batch: int) -> tuple[Tensor, Tensor]:
-        """Inputs and labels (micro_batch, seq_length): of the step's samples, micro-batch by micro-batch, rank by rank."""
+        """Inputs and labels (micro_batch, seq_length): of the step's samples, micro-batch by micro-batch, rank by
+        rank.
+        """
         size, run = self.run.micro_batch, self.run
         first = (micro_batch * run.parallel.data_parallel + self.rank.rank) * size
         wanted = tokens.step_samples(step, run.global_batch)[first : first + size]

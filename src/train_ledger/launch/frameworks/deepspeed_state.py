@@ -1,8 +1,8 @@
 """Where DeepSpeed's optimizers keep their tensors: owners of the census, fp32 masters, and how weights get in and out.
 
 One optimizer class a case (runtime/engine.py:_do_optimizer_sanity_check):
-stage 3 `DeepSpeedZeroOptimizer_Stage3`; stages 1 and 2 `DeepSpeedZeroOptimizer`; stage 1 with fp32 gradients `BF16_Optimizer`;
-stage 0 `FP16_UnfusedOptimizer`.
+stage 3 `DeepSpeedZeroOptimizer_Stage3`; stages 1 and 2 `DeepSpeedZeroOptimizer`; stage 1 with fp32 gradients
+`BF16_Optimizer`; stage 0 `FP16_UnfusedOptimizer`.
 """
 
 from __future__ import annotations
@@ -94,7 +94,9 @@ def _ddp(engine: Any) -> Iterator[Claim]:
 
 
 def master_piece(engine: Any, param: nn.Parameter) -> tuple[int, Tensor]:
-    """This rank's part of a parameter's fp32 master: first element's index in the whole, and the part as a 1-D tensor (may be empty)."""
+    """This rank's part of a parameter's fp32 master: first element's index in the whole, and the part as a 1-D
+    tensor (may be empty).
+    """
     o = engine.optimizer
     if kind(engine) == "zero3":
         group, offset, numel = o.grad_position[o.get_param_id(param)]
