@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from train_ledger.spec.errors import DataError
-from train_ledger.spec.io import write_json
+from train_ledger.spec.io import read_json, write_json
 from train_ledger.spec.model import CanonicalTensor, ModelShape, canonical_tensors
 from train_ledger.spec.tensorfile import Entry, TensorFile, file_sha256, write
 
@@ -70,7 +70,7 @@ def write_initial(model: ModelShape, seed: int, path: str | Path) -> dict[str, A
     """Write the canonical checkpoint, one tensor in memory at a time, and `<path>.json` beside it with its hash.
 
     Returns:
-        The record: schema, model, seed, sha256 of the file, tensors, bytes, numpy's version.
+        The record: schema, model, seed, sha256 of the file, numpy's version (whose generator makes the values).
     """
     tensors = canonical_tensors(model)
 
@@ -80,17 +80,20 @@ def write_initial(model: ModelShape, seed: int, path: str | Path) -> dict[str, A
         )
 
     digest = write(path, map(entry, tensors), {"format": "pt", "model": model.name, "seed": str(seed)})
-    record = {
-        "schema": SCHEMA,
-        "model": model.to_dict(),
-        "seed": seed,
-        "sha256": digest,
-        "tensors": len(tensors),
-        "bytes": Path(path).stat().st_size,
-        "numpy": np.__version__,
-    }
+    record = _record(model, seed, digest)
     write_json(f"{path}.json", record)
     return record
+
+
+def write_record(model: ModelShape, seed: int, path: str | Path) -> Path:
+    """Write `<path>.json` only: `open_weights` of it makes the values instead of reading them. Returns its path."""
+    file = Path(f"{path}.json")
+    write_json(file, _record(model, seed, None))
+    return file
+
+
+def _record(model: ModelShape, seed: int, sha256: str | None) -> dict[str, Any]:
+    return {"schema": SCHEMA, "model": model.to_dict(), "seed": seed, "sha256": sha256, "numpy": np.__version__}
 
 
 def open_weights(path: str | Path, model: ModelShape) -> Read:
@@ -98,10 +101,18 @@ def open_weights(path: str | Path, model: ModelShape) -> Read:
 
     Names and shapes are checked at once, so that a file of another model fails before any rank has loaded half of it.
 
+    Args:
+        path: the safetensors file, or its record (`.json`), whose values are generated.
+
     Raises:
         DataError: the file is missing or no safetensors file; a tensor (named) that is missing, too many, truncated, or
-            of another shape or type.
+            of another shape or type; a record of another model.
     """
+    if Path(path).suffix == ".json":
+        record = read_json(path, SCHEMA)
+        if record.get("model") != model.to_dict() or not isinstance(record.get("seed"), int):
+            raise DataError(f"is not a record of weights of model {model.name}", file=path, key="model")
+        return generate(model, record["seed"])
     file = TensorFile(path)
     wanted = {t.name: t.shape for t in canonical_tensors(model)}
     for name, shape in wanted.items():

@@ -1,0 +1,114 @@
+"""`train-ledger reference`: the comparison's problem in one process, in several orders of sums, to measure rounding."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from train_ledger.parity.problem import Problem
+
+HELP = "train the plain single-process reference of a comparison, in fp32 and bf16"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the command."""
+    parser.add_argument("comparison", metavar="COMPARISON", help="name of a file in config/comparisons, or its path")
+    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder for reference.json and weights")
+    parser.add_argument("--weights", type=Path, metavar="FILE", help="canonical weights; made on the fly if not given")
+    parser.add_argument("--config", type=Path, default=Path("config"), metavar="DIR", help="folder of comparisons/")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="where it computes")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Trains and writes; progress goes to stderr."""
+    from train_ledger.parity.problem import select
+    from train_ledger.spec.config import load_comparison
+
+    comparison = load_comparison(args.comparison, args.config)
+    make(select(comparison.runs).problem, args.weights, args.out, device=args.device)
+    return 0
+
+
+def make(problem: Problem, weights: Path | None, out_dir: Path, *, device: str = "cpu") -> dict[str, Any]:
+    """Train every reference run of a problem and write `reference.json`, last, beside the weights of the plain ones.
+
+    Args:
+        weights: the canonical checkpoint, or None to generate the same values.
+        device: cpu or cuda. On cpu with one thread, so that the order of sums does not depend on the machine.
+
+    Raises:
+        DataError: weights that do not fit the model. LaunchError: a loss that is not finite.
+    """
+    import numpy as np
+    import torch
+
+    from train_ledger.launch.reference import Order, train
+    from train_ledger.launch.weights import generate, open_weights, write_weights
+    from train_ledger.parity.difference import difference
+    from train_ledger.spec.io import write_json
+
+    if device == "cpu":
+        torch.set_num_threads(1)
+    read = open_weights(weights, problem.model) if weights else generate(problem.model, problem.seed)
+    plan = [
+        ("fp32", torch.float32, Order()),
+        ("bf16", torch.bfloat16, Order()),
+        ("bf16-2-parts-backwards", torch.bfloat16, Order(parts=2, backwards=True)),
+        ("bf16-3-parts-in-pairs", torch.bfloat16, Order(micro_batch=2, parts=3)),
+        ("bf16-4-parts-in-pairs", torch.bfloat16, Order(micro_batch=2, parts=4, backwards=True)),
+        ("fp32-2-parts-in-pairs", torch.float32, Order(micro_batch=2, parts=2, backwards=True)),
+    ]
+    kept: dict[str, dict[str, torch.Tensor]] = {}
+    runs: list[dict[str, Any]] = []
+    for name, dtype, order in plan:
+        done = train(
+            problem.model,
+            read,
+            seed=problem.seed,
+            seq_length=problem.seq_length,
+            global_batch=problem.global_batch,
+            steps=problem.steps,
+            optimizer=problem.optimizer,
+            dtype=dtype,
+            order=order,
+            device=device,
+            progress=lambda step, loss, name=name: _say(name, step, problem.steps, loss),
+        )
+        plain = name in ("bf16", "fp32")
+        if plain:  # the others are compared and dropped
+            kept[name] = done.weights
+            write_weights(out_dir / f"{name}.safetensors", done.weights)
+        compared = {}
+        for base in [b for b in kept if b != name and (dtype == torch.bfloat16 or b == "fp32")]:
+            compared[base] = {}
+            for tensor, trained in done.weights.items():
+                four = (trained, kept[base][tensor], read(tensor), kept["fp32"][tensor])
+                d = difference(*(t.numpy().reshape(-1) for t in four))
+                compared[base][tensor] = [d.update, d.along, d.max_abs]
+        runs.append(
+            {
+                "name": name,
+                "dtype": str(dtype).removeprefix("torch."),
+                "order": {"micro_batch": order.micro_batch, "parts": order.parts, "backwards": order.backwards},
+                "losses": done.losses,
+                "grad_norms": done.grad_norms,
+                "weights": f"{name}.safetensors" if plain else None,
+                "compared_to": compared,
+            }
+        )
+    record = {
+        "schema": "train-ledger/reference/1",
+        "problem": problem.to_dict(),
+        "problem_sha256": problem.sha256(),
+        "device": device,
+        "versions": {"torch": torch.__version__, "numpy": np.__version__},
+        "runs": runs,
+    }
+    write_json(out_dir / "reference.json", record)
+    return record
+
+
+def _say(name: str, step: int, steps: int, loss: float) -> None:
+    print(f"reference {name}: step {step} of {steps}, loss {loss:.4f}", file=sys.stderr, flush=True)
