@@ -40,3 +40,7 @@ rule all:
     default_target: True
     input:
         targets,
+
+
+onerror:
+    failures()

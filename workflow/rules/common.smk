@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
 # The package is imported from this checkout, in conda environments too; `python` is the one that runs Snakemake unless a rule's own
@@ -30,6 +31,7 @@ try:
 except LedgerError as e:
     sys.exit(f"train-ledger: {e}")
 
+STARTED = time.time()
 RUNS = PLAN.runs
 COMPARISON = PLAN.comparison.name
 PAPER = PLAN.paper.name if PLAN.paper else None
@@ -73,6 +75,14 @@ def start():
         resume.begin(PLAN, ENVIRONMENTS, plugin.name)
     except LedgerError as e:
         sys.exit(f"train-ledger: {e}")
+
+
+def failures():
+    """The one line that each failed job of this workflow left in its log."""
+    for log in sorted(Path("logs").glob(f"{COMPARISON}/**/*.log")):
+        last = (log.read_text(encoding="utf-8", errors="replace").splitlines() or [""])[-1]
+        if log.stat().st_mtime >= STARTED and last.startswith("train-ledger "):
+            print(last, file=sys.stderr)
 
 
 def targets(wildcards):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import stage
 
-from train_ledger.spec.errors import DataError
+from train_ledger.spec.errors import LedgerError
 from train_ledger.spec.io import write_text
 
 
@@ -16,13 +16,13 @@ def main(differences: str, out: str) -> None:
     """Prints the verdict, and each difference; writes the verdict only when there is none.
 
     Raises:
-        DataError: something is not explained.
+        LedgerError: something is not explained.
     """
     verdict, *lines = Path(differences).read_text(encoding="utf-8").splitlines()
     for line in lines:
         print(f"differs: {line}", file=sys.stderr)
     if lines:
-        raise DataError(f"not reconciled: {verdict}; the report shows what differs", file=differences)
+        raise LedgerError(f"not reconciled: {verdict}; the report shows what differs")
     print(f"reconciled: {verdict}", file=sys.stderr)
     write_text(out, verdict + "\n")
 
