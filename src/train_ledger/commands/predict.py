@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 
 from . import add_run_arguments, print_json, run_from
 
@@ -50,9 +51,12 @@ def main(args: argparse.Namespace) -> int:
         prediction = predict(run, ranks, args.step)
         classes = [(ledger.rank,) for ledger in prediction.ranks]
     if args.device:
-        from train_ledger.predict.device import on_device
+        from train_ledger.predict.device import find_device, on_device
 
-        readings = [on_device(run, ledger, args.device) for ledger in prediction.ranks]
+        find_device(args.device)
+        gpu = replace(run, world="nccl")  # a world without GPUs keeps its containers on the host
+        ledgers = predict(gpu, [ledger.rank for ledger in prediction.ranks], args.step).ranks
+        readings = [on_device(gpu, ledger, args.device) for ledger in ledgers]
     if args.format == "json":
         out = prediction.to_dict()
         if asked == ["distinct"]:

@@ -83,7 +83,7 @@ SMALL_BYTES = 4096
 
 @dataclass(frozen=True)
 class Column:
-    """Ranks whose containers of `SMALL_BYTES` and more are equal, with the ledger of one rank of each kind among them."""
+    """Ranks whose containers of `SMALL_BYTES` and more are equal, with a ledger of each kind of rank among them."""
 
     ranks: tuple[int, ...]
     ledgers: tuple[RankLedger, ...]
@@ -182,7 +182,7 @@ def traffic_table(ledger: RankLedger, sizes: dict[tuple[int, str], int]) -> str:
         row[0] += c.count
         row[1] += c.bytes
         row[2] += c.wire_bytes(n)
-    rows = [["call", "group", "ranks", "dtype", "calls", "payload, bytes", "on the wire, bytes", ""]]
+    rows = [["call", "group", "ranks", "dtype", "calls", "payload, bytes", "wire, bytes", ""]]
     for (op, group, dtype), (count, payload, wire, size) in sorted(total.items(), key=lambda item: -item[1][2]):
         numbers = [f"{count:,.0f}", f"{payload:,.0f}", f"{wire:,.0f}", fmt_auto(round(wire))]
         rows.append([op, group, f"{size:.0f}", dtype, *numbers])
