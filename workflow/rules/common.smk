@@ -1,27 +1,18 @@
 """What the rules share: the plan (every run, resolved and checked) and what each rule may see of it."""
 
 import json
-import os
 import sys
 import time
 from pathlib import Path
 
-# The package is imported from this checkout, in conda environments too; `python` is the one that runs Snakemake unless a rule's own
-# environment goes before it.
 ROOT = Path(workflow.basedir)
 sys.path.insert(0, str(ROOT / "src"))
-os.environ["PYTHONPATH"] = os.pathsep.join(
-    filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")])
-)
-os.environ["PATH"] = os.pathsep.join(
-    [str(Path(sys.executable).parent), os.environ["PATH"]]
-)
-os.environ.setdefault("PYTHONHASHSEED", "0")
 
 from train_ledger.spec.errors import LedgerError
 from train_ledger.workflow import envs, resume, slurm
 from train_ledger.workflow.plan import load_plan
 
+envs.use_this_python()
 try:
     PLAN = load_plan(config)
     ENVIRONMENTS = {
@@ -80,7 +71,9 @@ def start():
 def failures():
     """The one line that each failed job of this workflow left in its log."""
     for log in sorted(Path("logs").glob(f"{COMPARISON}/**/*.log")):
-        last = (log.read_text(encoding="utf-8", errors="replace").splitlines() or [""])[-1]
+        last = (log.read_text(encoding="utf-8", errors="replace").splitlines() or [""])[
+            -1
+        ]
         if log.stat().st_mtime >= STARTED and last.startswith("train-ledger "):
             print(last, file=sys.stderr)
 

@@ -1,11 +1,6 @@
 """launch: the real framework, its ranks and the probes in them. The one rule that is a job on a cluster."""
 
 
-def ranks_per_node(wildcards):
-    """GPUs that a launch takes on each host."""
-    return min(run_of(wildcards).world_size, PLAN.gpus_per_node)
-
-
 rule launch:
     input:
         weights=lambda w: canonical_weights(w),
@@ -26,12 +21,15 @@ rule launch:
         mem_mb=lambda w, attempt: attempt * 64000,
         cpus_per_task=64,
         nodes=lambda w: PLAN.nodes(run_of(w)),
-        gres=lambda w: f"gpu:{ranks_per_node(w)}",
+        gres=lambda w: f"gpu:{PLAN.ranks_per_node(run_of(w))}",
     params:
         run=run_json,
         env=lambda w: ENVIRONMENTS[run_of(w).framework],
+        start=lambda w, input: (
+            f"--weights {input.weights} --export" if input.weights else ""
+        ),
     message:
         "Training {wildcards.run} ({wildcards.comparison})"
     shell:
-        "python {ROOT}/workflow/scripts/launch.py --run {params.run:q} --env {params.env} --out $(dirname {output:q}) --log {log:q} "
-        "--timeout-s {resources.timeout_s} --nodes {resources.nodes} {input.weights:q}"
+        "python workflow/scripts/launch.py --run {params.run:q} --env {params.env} --out $(dirname {output:q}) --log {log:q} "
+        "--timeout-s {resources.timeout_s} --nodes {resources.nodes} {params.start}"

@@ -1,1 +1,32 @@
-"""plot"""
+"""plot: figures as SVG and PDF, from the tables and the predictions."""
+
+
+rule plot:
+    input:
+        f"results/{COMPARISON}/reconcile/runs.json",
+        [f"results/{COMPARISON}/reconcile/{table}.csv" for table in TABLES],
+        of_runs("results/{comparison}/predict/{run}.json"),
+        of_runs("results/{comparison}/predict/{run}.json", PAPER),
+    output:
+        report(
+            directory(f"results/{COMPARISON}/figures"),
+            patterns=["{figure}.svg"],
+            caption="../report/figure.rst",
+            category="Figures",
+        ),
+    log:
+        f"logs/{COMPARISON}/plot.log",
+    benchmark:
+        f"logs/{COMPARISON}/plot.tsv"
+    conda:
+        "../../envs/workflow.yaml"
+    threads: 1
+    resources:
+        mem_mb=2000,
+    params:
+        results=f"results/{COMPARISON}",
+        paper=f"results/{PAPER}" if PAPER else None,
+    message:
+        f"Drawing the figures of {COMPARISON}"
+    script:
+        "../scripts/plot.py"

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import stage
 
-from train_ledger.launch.launcher import launch
+from train_ledger.launch import launcher
 from train_ledger.spec.errors import LedgerError
 from train_ledger.spec.run import Run
-from train_ledger.workflow import twins
+from train_ledger.workflow import hosts, slurm, twins
 
 
 def main() -> int:
@@ -25,14 +25,19 @@ def main() -> int:
     parser.add_argument("--env", default="", help="identity of the environment that this runs in")
     parser.add_argument("--timeout-s", type=float, default=900)
     parser.add_argument("--nodes", type=int, default=1, help="hosts of the Slurm job")
-    parser.add_argument("weights", nargs="?", type=Path, help="canonical weights to start from")
+    parser.add_argument("--weights", type=Path, help="canonical weights to start from")
+    parser.add_argument("--export", action="store_true", help="also write the trained weights")
     args = parser.parse_args()
     run = Run.from_dict(json.loads(args.run))
     with stage.kept(args.log):
         try:
             with twins.alone(args.out, run.sha256(), args.env) as already_done:
-                if not already_done:
-                    launch(run, args.out, args.timeout_s, args.weights)
+                if already_done:
+                    return 0
+                if args.nodes > 1 and slurm.nodes_of_this_job() == args.nodes:
+                    hosts.launch(run, args.out, args.timeout_s, args.weights, args.export, args.nodes)
+                else:
+                    launcher.launch(run, args.out, args.timeout_s, args.weights, export=args.export)
         except LedgerError as e:
             print(f"train-ledger launch: {run.name}: {e}", file=sys.stderr, flush=True)
             return 1

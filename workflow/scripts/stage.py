@@ -1,19 +1,22 @@
 """Runs a stage's script for Snakemake or by hand. A user's error is one line, on the screen and in the job's log.
 
-Importing this puts `src/` on the path: a rule's conda environment holds the frameworks, not this package.
+Importing this puts `src/` on the path, of what it starts too: a rule's conda environment does not hold this package.
 """
 
 import contextlib
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
+SOURCE = str(Path(__file__).resolve().parents[2] / "src")
+sys.path.insert(0, SOURCE)
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [SOURCE, os.environ.get("PYTHONPATH")]))
 
-from train_ledger.spec.errors import LedgerError
-from train_ledger.workflow.aside import set_aside
+from train_ledger.spec.errors import LedgerError  # noqa: E402
+from train_ledger.workflow.aside import set_aside  # noqa: E402
 
 
 def run(main: Callable[..., Any], job: Any, arguments: Callable[[Any], tuple[Any, ...]]) -> None:

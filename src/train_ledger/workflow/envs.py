@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import sys
 from pathlib import Path
 
 from train_ledger.spec.errors import ConfigError
 from train_ledger.spec.io import read_yaml
+
+
+def use_this_python() -> None:
+    """A rule's `python` is the one that runs Snakemake, unless the rule's own conda environment goes before it."""
+    here = str(Path(sys.executable).parent)
+    os.environ["PATH"] = os.pathsep.join([here, os.environ.get("PATH", os.defpath)])
+    os.environ.setdefault("PYTHONHASHSEED", "0")
 
 
 def pins(path: str | Path) -> list[str]:

@@ -28,6 +28,10 @@ class Plan:
         known = [self.comparison] + ([self.paper] if self.paper else [])
         return {(c.name, name): run for c in known for name, run in c.runs.items()}
 
+    def ranks_per_node(self, run: Run) -> int:
+        """Ranks of a run on each host, one a GPU."""
+        return min(run.world_size, self.gpus_per_node)
+
     def nodes(self, run: Run) -> int:
         """Hosts that a launch on a cluster takes: one rank a GPU, hosts filled up."""
         return -(-run.world_size // self.gpus_per_node)

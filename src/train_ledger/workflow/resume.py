@@ -56,6 +56,8 @@ def begin(plan: Plan, environments: Mapping[str, str], executor: str) -> None:
                 stale.unlink(missing_ok=True)
         if executor == "slurm" or (before or {}).get("executor") == "slurm":
             slurm.settle(wanted)
+    for file in strangers(plan):
+        say(f"{file} is of no run of the plan; it is set aside as {set_aside(file)}")
     finished = []
     for (of, name), request in wanted.items():
         folder = Path("results") / of / "launch" / name
@@ -68,6 +70,14 @@ def begin(plan: Plan, environments: Mapping[str, str], executor: str) -> None:
             finished.append(folder / "run.json")
     if finished:
         _adopt(finished)
+
+
+def strangers(plan: Plan) -> list[Path]:
+    """Predictions and tables in the plan's result folders that no run of the plan makes; the report would show them."""
+    runs = plan.runs
+    folders = {of for of, _ in runs}
+    files = [f for of in folders for stage in ("predict", "probe") for f in Path("results", of, stage).glob("[!.]*.*")]
+    return sorted(f for f in files if (f.parent.parent.name, f.stem) not in runs)
 
 
 def _wait_for(folder: Path) -> None:

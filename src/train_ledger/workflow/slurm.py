@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import getpass
 import hashlib
+import os
 import shutil
 import subprocess
 import sys
@@ -77,6 +78,18 @@ def ours() -> list[Job]:
         if name.startswith(prefix()):
             found.append(Job(job, state, text, reason, elapsed))
     return found
+
+
+def nodes_of_this_job() -> int:
+    """Hosts of the Slurm job that this process is in; 0 outside of any.
+
+    Raises:
+        LaunchError: scontrol fails.
+    """
+    if "SLURM_JOB_ID" not in os.environ:
+        return 0
+    words = ask("scontrol", "show", "job", "--oneliner", os.environ["SLURM_JOB_ID"]).split()
+    return int(next((w.removeprefix("NumNodes=") for w in words if w.startswith("NumNodes=")), "0").split("-")[0])
 
 
 def settle(wanted: Mapping[tuple[str, str], Mapping[str, Any]]) -> None:
