@@ -182,12 +182,12 @@ def _unclaimed_rows(measured: Data) -> list[ResidentRow]:
     too_much = total > UNCLAIMED_BOUND_BYTES
     out = []
     for c in sorted(other, key=lambda c: (-c["bytes"], c["dtype"], c["shape"])):
-        shape = "x".join(str(n) for n in c["shape"]) or "scalar"
+        shape = f"unclaimed {list(c['shape'])}"
         out.append(
             ResidentRow(
                 run=measured["run"],
                 rank=measured["rank"],
-                container=f"{shape} ({c['count']})" if c["count"] != 1 else shape,
+                container=shape,
                 predicted_bytes=0,
                 measured_bytes=c["bytes"],
                 residual_bytes=c["bytes"],

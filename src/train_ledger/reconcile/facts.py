@@ -118,8 +118,7 @@ def _lifeline(where: Data, life: Data | None) -> list[dict[str, Any]]:
 
 
 def run_facts(prediction: Data, ranks: Sequence[Data]) -> dict[str, Any]:
-    """What holds for a run as a whole: identity, versions, machine, process groups, and what the prediction adds."""
-    known = {"schema", "run", "framework", "world_size", "step", "config_sha256", "groups", "ranks"}
+    """What holds for a run as a whole: identity, versions, machine, process groups and the resolved config."""
     hosts = {_json(r["host"]): r["host"] for r in ranks}
     devices = {_json(r["device"]): r["device"] for r in ranks}
     return {
@@ -134,7 +133,7 @@ def run_facts(prediction: Data, ranks: Sequence[Data]) -> dict[str, Any]:
         "devices": [devices[k] for k in sorted(devices)],
         "ranks": [{"rank": r["rank"], "coords": r["coords"]} for r in ranks],
         "groups": prediction["groups"],
-        "extra": {k: v for k, v in prediction.items() if k not in known},
+        "config": prediction.get("config", {}),
     }
 
 

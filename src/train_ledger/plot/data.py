@@ -1,0 +1,144 @@
+"""What is drawn and reported: the files of a results folder, read once and checked. A missing stage is an empty one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from train_ledger.reconcile.compare import RUNS_SCHEMA
+from train_ledger.reconcile.facts import FACT_TABLES
+from train_ledger.reconcile.read import read_prediction
+from train_ledger.reconcile.rows import CollectiveRow, LayoutRow, ResidentRow, columns
+from train_ledger.spec.errors import DataError
+from train_ledger.spec.io import read_json
+from train_ledger.spec.registry import FRAMEWORKS
+
+_WHOLE = {
+    *("rank", "step", "micro_batch", "order", "count", "numel", "in_numel", "out_numel", "full_numel", "storages"),
+    *("predicted_bytes", "measured_bytes", "residual_bytes", "predicted_numel", "pad_numel", "measured_numel"),
+    *("predicted_count", "measured_count", "predicted_wire_bytes", "measured_wire_bytes", "storage_bytes"),
+}
+_NUMBER = {"loss", "grad_norm", "time_s", "requested_bytes", "allocated_bytes", "peak_bytes", "master_numel"}
+TABLES: dict[str, list[str]] = {
+    "resident": columns(ResidentRow),
+    "collectives": columns(CollectiveRow),
+    "layout": columns(LayoutRow),
+    **FACT_TABLES,
+}
+
+
+@dataclass(frozen=True)
+class Results:
+    """A results folder. Every table is there, empty where its stage did not run; `missing` names those stages."""
+
+    name: str
+    runs: Sequence[Mapping[str, Any]]
+    tables: Mapping[str, pd.DataFrame]
+    predictions: Mapping[str, Mapping[str, Any]]
+    missing: Sequence[str] = field(default_factory=tuple)
+
+    def __getitem__(self, table: str) -> pd.DataFrame:
+        return self.tables[table]
+
+    def of(self, table: str, run: str) -> pd.DataFrame:
+        """Rows of one run."""
+        frame = self.tables[table]
+        return frame[frame["run"] == run]
+
+    @property
+    def run_names(self) -> list[str]:
+        """Runs in the order of the comparison; those that are only predicted come last."""
+        names = [r["run"] for r in self.runs]
+        return names + [n for n in self.predictions if n not in names]
+
+    def framework(self, run: str) -> str:
+        """The framework of a run."""
+        for r in self.runs:
+            if r["run"] == run:
+                return str(r["framework"])
+        return str(self.predictions[run]["framework"])
+
+
+def framework_title(framework: str) -> str:
+    """How the framework writes its own name."""
+    return FRAMEWORKS[framework].title if framework in FRAMEWORKS else framework
+
+
+def read_results(folder: str | Path) -> Results:
+    """A results folder, `results/<comparison>/`.
+
+    Raises:
+        DataError: there is no such folder, or a file in it is not as its stage writes it.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise DataError("there is no such folder", file=folder)
+    predictions = {}
+    for file in sorted(folder.glob("predict/*.json")):
+        data = read_prediction(file)
+        predictions[data["run"]] = data
+    missing = [] if predictions else ["predict"]
+    runs: Sequence[Mapping[str, Any]] = ()
+    if (folder / "reconcile" / "runs.json").is_file():
+        runs = _read_runs(folder / "reconcile" / "runs.json")
+        tables = {name: _read_table(folder / "reconcile" / f"{name}.csv", TABLES[name]) for name in TABLES}
+    else:
+        missing.append("reconcile")
+        tables = {name: _typed(pd.DataFrame(columns=TABLES[name], dtype=str)) for name in TABLES}
+    return Results(folder.resolve().name, runs, tables, predictions, tuple(missing))
+
+
+def _read_runs(file: Path) -> Sequence[Mapping[str, Any]]:
+    data = read_json(file, RUNS_SCHEMA)
+    runs = data.get("runs")
+    wanted = {"run", "framework", "world", "world_size", "versions", "hosts", "devices", "ranks", "groups"}
+    if not isinstance(runs, list) or not all(isinstance(r, dict) and wanted <= set(r) for r in runs):
+        raise DataError(f"must list runs with {', '.join(sorted(wanted))}", file=file, key="runs")
+    return runs
+
+
+def _read_table(file: Path, wanted: Sequence[str]) -> pd.DataFrame:
+    try:
+        # Everything as text first: a group that is named NA or 007 keeps its name.
+        frame = pd.read_csv(file, dtype=str, keep_default_na=False, encoding="utf-8")
+    except OSError as e:
+        raise DataError(f"cannot be read: {e.strerror or e}", file=file) from e
+    except (ValueError, pd.errors.ParserError) as e:
+        raise DataError(f"is not complete CSV ({e})", file=file) from e
+    lacking = [c for c in wanted if c not in frame.columns]
+    if lacking:
+        raise DataError("is missing", file=file, key=lacking[0])
+    try:
+        return _typed(frame)
+    except ValueError as e:
+        raise DataError(f"holds text where a number belongs ({e})", file=file) from e
+
+
+def _typed(frame: pd.DataFrame) -> pd.DataFrame:
+    for name in frame.columns:
+        if name in _WHOLE:
+            frame[name] = frame[name].astype("int64")
+        elif name in _NUMBER:
+            frame[name] = pd.to_numeric(frame[name].replace("", None))
+    return frame
+
+
+def rank_classes(frame: pd.DataFrame, keys: Sequence[str]) -> dict[tuple[int, ...], pd.DataFrame]:
+    """Ranks whose rows are alike in `keys`, with the rows of the first of them; in order of the first rank."""
+    alike: dict[tuple[Any, ...], list[int]] = {}
+    parts = {int(rank): part for rank, part in frame.groupby("rank", sort=True)}
+    for rank, part in parts.items():
+        alike.setdefault(tuple(map(tuple, part[list(keys)].to_numpy().tolist())), []).append(rank)
+    return {tuple(ranks): parts[ranks[0]] for ranks in alike.values()}
+
+
+def unit_for(largest_bytes: float) -> tuple[str, float]:
+    """The decimal unit of an axis that reaches `largest_bytes`, and its size in bytes."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if largest_bytes >= size:
+            return unit, size
+    return "B", 1.0

@@ -1,0 +1,49 @@
+"""All figures of a results folder, and the list of them that the report and the workflow read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from train_ledger.spec.io import write_json
+
+from . import grids, lifeline, losses, paper, resident, schedule, traffic
+from .data import Results, read_results
+from .save import Drawn, save
+
+FIGURES_SCHEMA = "train-ledger/figures/1"
+
+DRAWERS = (resident.draw, traffic.draw, lifeline.draw, grids.draw, schedule.draw, losses.draw)
+
+
+def all_figures(results: Results, predicted: Results | None = None) -> Iterator[Drawn]:
+    """Every figure for which there is data, in the order of the report."""
+    for draw in DRAWERS:
+        yield from draw(results)
+    if predicted is not None:
+        yield from paper.draw(predicted, results.run_names)
+
+
+def make_figures(results_dir: str | Path, paper_dir: str | Path | None = None) -> list[dict[str, str]]:
+    """Draws every figure as SVG and PDF into `<results_dir>/figures`, and lists them in figures.json there.
+
+    Args:
+        results_dir: `results/<comparison>`, after predict and, for all but the predicted part, reconcile.
+        paper_dir: results folder of the comparison of which only the prediction is shown beside it.
+
+    Returns:
+        What was listed: name, section, title, alt and caption of each figure.
+
+    Raises:
+        DataError: a file of a results folder is not as its stage writes it.
+    """
+    results = read_results(results_dir)
+    predicted = read_results(paper_dir) if paper_dir else None
+    folder = Path(results_dir) / "figures"
+    listed = []
+    for drawn in all_figures(results, predicted):
+        save(drawn, folder)
+        words = ("name", "section", "title", "alt", "caption")
+        listed.append({word: getattr(drawn, word) for word in words})
+    write_json(folder / "figures.json", {"schema": FIGURES_SCHEMA, "figures": listed})
+    return listed

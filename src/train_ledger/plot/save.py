@@ -1,0 +1,60 @@
+"""A drawn figure with its words, and its files: SVG and PDF, the same bytes on any day in any place."""
+
+from __future__ import annotations
+
+import io
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib
+import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A figure and its words.
+
+    `name` is the file's stem, `section` the part of the report it belongs to. `alt` says what is to be seen for those
+    who cannot see it, `caption` what is found and where the figures come from.
+    """
+
+    name: str
+    section: str
+    title: str
+    alt: str
+    caption: str
+    figure: Figure
+
+
+def save(drawn: Drawn, folder: str | Path) -> None:
+    """Writes `<name>.svg` and `<name>.pdf`, each whole or not at all, and closes the figure.
+
+    Dates and the name of the program are left out of the metadata; ids in the SVG come from a fixed salt
+    (matplotlib `backends/backend_svg.py:_make_id`), PDF has no other source of change.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    with matplotlib.rc_context({"svg.hashsalt": f"train-ledger {drawn.name}"}):
+        for kind, metadata in (
+            ("svg", {"Date": None, "Creator": None}),
+            ("pdf", {"CreationDate": None, "Creator": None, "Producer": None}),
+        ):
+            content = io.BytesIO()
+            drawn.figure.savefig(content, format=kind, metadata=metadata, facecolor="white")
+            _write_bytes(folder / f"{drawn.name}.{kind}", content.getvalue())
+    plt.close(drawn.figure)
+
+
+def _write_bytes(path: Path, content: bytes) -> None:
+    fd, tmp = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:50]}.", suffix=".tmp")
+    try:
+        with os.fdopen(fd, "wb") as f:
+            f.write(content)
+        os.chmod(tmp, 0o644)
+        os.replace(tmp, path)
+    except BaseException:
+        Path(tmp).unlink(missing_ok=True)
+        raise
