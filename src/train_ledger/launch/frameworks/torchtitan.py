@@ -1,0 +1,210 @@
+"""Training in torchtitan: its own `Trainer` with the run's configuration, one `train_step` a step of the ledger."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from train_ledger.launch.session import Owned, Rank, StepResult, Weight
+from train_ledger.spec.errors import ConfigError
+from train_ledger.spec.run import Run
+
+from .torchtitan_device import import_torchtitan, use_device
+
+
+def warm_up() -> None:
+    """Imports torchtitan. Touches no CUDA."""
+    import_torchtitan()
+    from . import torchtitan_config, torchtitan_weights  # noqa: F401
+
+
+def build(run: Run, rank: Rank) -> TorchtitanSession:
+    """One rank of `run`, ready to step.
+
+    Raises:
+        ConfigError: torchtitan refuses the settings.
+    """
+    warm_up()
+    from .torchtitan_config import TIMEOUT_S, trainer_config
+
+    use_device(rank.device)
+    # distributed/utils.py:init_distributed does this before it starts the group, and leaves a group alone that is
+    # there:
+    # backward must run on the calling thread, whose thread-local device mesh the recomputed collectives need.
+    torch.autograd.set_multithreading_enabled(False)
+    rank.init_process_group(timedelta(seconds=TIMEOUT_S))
+    try:
+        config = trainer_config(run)
+        if rank.world != "nccl":
+            _reduce_by_sums(config)
+        trainer = config.build()
+    except (ValueError, NotImplementedError, AssertionError) as e:
+        raise ConfigError(f"torchtitan refuses the run: {e}", file=run.source or None, key="torchtitan") from e
+    return TorchtitanSession(run, trainer)
+
+
+def _reduce_by_sums(config: Any) -> None:
+    """FSDP2 divides by 1.0 through PREMUL_SUM, an operation of NCCL alone; it has a switch for backends without it."""
+    from torch.distributed.fsdp import FSDPModule
+
+    parallelize = config.model_spec.parallelize_fn
+
+    def with_sums(model: torch.nn.Module, **kwargs: Any) -> torch.nn.Module:
+        model = parallelize(model, **kwargs)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)
+        return model
+
+    config.model_spec.parallelize_fn = with_sums
+
+
+class TorchtitanSession:
+    """`launch.session.Session` around a `Trainer`. Each step is what the loop of `trainer.py:Trainer.train` does for
+    one step.
+    """
+
+    def __init__(self, run: Run, trainer: Any) -> None:
+        self.run, self.trainer = run, trainer
+        self.batches = trainer.batch_generator(trainer.dataloader)
+        self.last_loss = 0.0
+        self._keep_losses()
+        dims = trainer.parallel_dims
+        self.coords = _coordinates(dims, dist.get_rank())
+        self.groups: list[tuple[str, Sequence[int]]] = [("world", range(dist.get_world_size()))]
+        for name, mesh in dims.get_all_one_dimensional_meshes().items():
+            self.groups.append((name, dist.get_process_group_ranks(mesh.get_group())))
+        self.model = trainer.model_parts[0]
+        self.parameters = {_canonical(name): p for name, p in self.model.named_parameters()}
+
+    def _keep_losses(self) -> None:
+        """Adds up the loss of this rank's micro-batches, since torchtitan averages over ranks only in steps that
+        log.
+        """
+        inner: Callable[..., torch.Tensor] = self.trainer.forward_backward_step
+
+        def forward_backward_step(**kwargs: Any) -> torch.Tensor:
+            loss = inner(**kwargs)
+            local = loss.detach()
+            self.last_loss += float(local.to_local() if hasattr(local, "to_local") else local)
+            return loss
+
+        self.trainer.forward_backward_step = forward_backward_step
+
+    def step(self, step: int) -> StepResult:
+        """One optimizer step, `step` from 1.
+
+        The loss is torchtitan's own mean over all tokens in steps that log; in others the mean of this rank's tokens,
+        which
+        the mean over data-parallel ranks turns into the same figure. The norm is known in steps that log.
+        """
+        from torchtitan.distributed.utils import set_pg_timeouts
+
+        trainer = self.trainer
+        trainer.step = step
+        self.last_loss = 0.0
+        trainer.gc_handler.run(step)
+        trainer.train_step(self.batches)
+        if step == 1:
+            seconds = trainer.config.comm.train_timeout_seconds
+            set_pg_timeouts(timeout=timedelta(seconds=seconds), parallel_dims=trainer.parallel_dims)
+        logged = trainer.metrics_processor.last
+        if logged is not None and logged[0] == step:
+            return StepResult(loss=logged[1], grad_norm=logged[2])
+        # The local sum is divided by the tokens of all ranks already (trainer.py:_forward_backward_body).
+        return StepResult(loss=self.last_loss * self.run.parallel.data_parallel, grad_norm=None)
+
+    def owners(self) -> Iterator[Owned]:
+        """Parameters and gradients of FSDP2, the optimizer's state, RoPE caches, and the last batch (see
+        `SyntheticLoader.held`).
+        """
+        for parameter in self.parameters.values():
+            yield Owned("param", "framework", parameter)
+            if parameter.grad is not None:
+                yield Owned("grad", "framework", parameter.grad)
+        for optimizer in self.trainer.optimizers:
+            for state in optimizer.state.values():
+                for name, value in state.items():
+                    if isinstance(value, torch.Tensor):
+                        yield Owned(name, "optimizer", value)
+        for name, buffer in self.model.named_buffers():
+            yield Owned("rope_cache" if name.endswith("rope.cache") else _canonical(name), "model", buffer)
+        yield Owned("device_mesh", "framework", self.trainer.parallel_dims.world_mesh._rank_map)
+        for held in self.trainer.dataloader.held:
+            for tensor in held.values() if isinstance(held, dict) else [held]:
+                yield Owned("batch", "script", tensor)
+
+    def optimizer_steps(self) -> tuple[object, str]:
+        """torchtitan's container of optimizers, and its step."""
+        return self.trainer.optimizers, "step"
+
+    def weight(self, name: str) -> Weight | None:
+        """The weight of that Hugging Face Llama name. Query, key and value are one weight in torchtitan; any of them
+        names it.
+        """
+        from .torchtitan_weights import tensor_parallel_dim, torchtitan_name
+
+        fqn = torchtitan_name(name)
+        if fqn not in self.parameters:
+            raise ConfigError(
+                f"{name!r} is no weight of model {self.run.model.name}",
+                file=self.run.source or None,
+                key="probe.lifeline_weight",
+            )
+        sharded = self.parameters[fqn]
+        path, attribute = fqn.rsplit(".", 1)
+        module = next(m for n, m in self.model.named_modules() if _canonical(n) == path)
+        whole = sharded.numel() // (
+            self.run.parallel.tensor_parallel if tensor_parallel_dim(sharded) is not None else 1
+        )
+        return Weight(
+            name=name,
+            module=module,
+            full_numel=whole,
+            current=lambda: _local(getattr(module, attribute)),
+            # FSDP2's shard is in fp32 and the optimizer steps it: parameter and master are one.
+            master=lambda: ("param", _local(sharded)),
+        )
+
+    def load_weights(self, read: Callable[[str], torch.Tensor]) -> None:
+        """Copies this rank's part of every canonical weight into its fp32 shard."""
+        from .torchtitan_weights import load
+
+        load(self.trainer, self.run.model, self.parameters, self.coords, read)
+
+    def export_weights(self) -> dict[str, torch.Tensor]:
+        """The fp32 weights under canonical names, all of them on rank 0."""
+        from .torchtitan_weights import export
+
+        return export(self.trainer, self.run.model, self.parameters, self.coords)
+
+    def close(self) -> None:
+        """Ends torchtitan's helpers and the process group."""
+        self.batches.close()
+        self.trainer.close()
+        dist.destroy_process_group()
+
+
+def _coordinates(dims: Any, rank: int) -> dict[str, int]:
+    """Place on torchtitan's mesh: (pp, dp_replicate, dp_shard, cp, tp), the last varies fastest
+    (parallel_dims.py:build_mesh).
+    """
+    return {
+        "dp_replicate": rank // (dims.dp_shard * dims.tp),
+        "dp_shard": rank // dims.tp % dims.dp_shard,
+        "tp": rank % dims.tp,
+    }
+
+
+def _canonical(name: str) -> str:
+    """A module path without what activation checkpointing puts in between."""
+    return name.replace("_checkpoint_wrapped_module.", "").replace("._checkpoint_wrapped_module", "")
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    local = tensor.detach()
+    return local.to_local() if hasattr(local, "to_local") else local

@@ -1,0 +1,233 @@
+"""The collectives of one torchtitan step, each with the rule that makes it.
+
+Symbols: L layers, M micro-batches, B sequences of a micro-batch, S tokens of a sequence, d hidden size, T
+tensor-parallel ranks,
+D ranks that FSDP shards over, R replicas (HSDP), C chunks of the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from train_ledger.spec.ledger import Collective
+from train_ledger.spec.run import Run
+
+from .torchtitan_layout import Layout, Unit, shard_axis
+
+_GROUP = "torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py"
+_REDUCE = "torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py:foreach_reduce"
+_REDISTRIBUTE = "torchtitan/protocols/module.py"
+
+
+@dataclass(frozen=True)
+class Step:
+    """What kind of step: `first` is step 1, `logs` a step that logs."""
+
+    first: bool
+    logs: bool
+
+
+def kind_of(run: Run, step: str) -> Step:
+    """`first` logs (components/metrics.py:should_log), and `steady` does when every step logs."""
+    return Step(first=step == "first", logs=step in ("first", "log") or run.settings["log_freq"] == 1)
+
+
+def collectives(run: Run, layout: Layout, step: str) -> Iterator[Collective]:
+    """All calls of one step of a rank with that layout."""
+    kind = kind_of(run, step)
+    p = run.parallel
+    if p.data_parallel > 1:
+        yield _all_reduce("batch", "int64", 1, 1, "token count", "step", "torchtitan/trainer.py:train_step")
+    if p.data_parallel_shard > 1:
+        yield from _gathers(run, layout, kind)
+    yield from _reductions(run, layout)
+    if p.tensor_parallel > 1:
+        yield from _activations(run, layout)
+        yield from _loss(run)
+    yield from _gradient_norm(run, layout)
+    if kind.logs and p.data_parallel > 1:
+        rule = "torchtitan/trainer.py:train_step"
+        yield _all_reduce("loss", "float32", 1, 2, "logging", "step", rule)
+        yield _all_reduce("loss", "int64", 1, 1, "logging", "step", rule)
+    if kind.first:
+        yield Collective(
+            "barrier", "world", "uint8", 1, 1, 1, "timeouts", "step", "torchtitan/distributed/utils.py:set_pg_timeouts"
+        )
+
+
+def _all_reduce(group: str, dtype: str, numel: int, count: int, component: str, phase: str, rule: str) -> Collective:
+    return Collective("all_reduce", group, dtype, numel, numel, count, component, phase, rule)
+
+
+# --- FSDP2 -----------------------------------------------------------------------------------------------------------
+
+
+def _gathers(run: Run, layout: Layout, kind: Step) -> Iterator[Collective]:
+    """All-gathers of parameters in `mixed_precision_param`, before the forward and again before the backward of a unit.
+
+    The last unit, [norm, lm_head], is not resharded after its forward unless asked to
+    (`fsdp.py:apply_fsdp_to_decoder`). But
+    `components/loss.py:ChunkedLossWrapper.__call__` unshards the head before its chunks, reshards it after them, and
+    turns
+    resharding on for good: the unit is gathered twice in the first micro-batch of all, three times in every later one.
+    """
+    s, micro_batches = run.settings, run.num_micro_batches
+    policy = s["fsdp_reshard_after_forward"]
+    for unit in layout.units:
+        if unit.name != "last":
+            forward, backward = micro_batches, 0 if policy == "never" else micro_batches
+        elif s["chunked_loss"]:
+            once = 1 if kind.first and policy != "always" else 0
+            forward, backward = 2 * micro_batches - once, micro_batches
+        else:
+            forward, backward = micro_batches, micro_batches if policy == "always" else 0
+        for phase, count in (("forward", forward), ("backward", backward)):
+            if count:
+                yield Collective(
+                    "all_gather",
+                    shard_axis(run),
+                    s["mixed_precision_param"],
+                    unit.padded_numel,
+                    unit.padded_numel * run.parallel.data_parallel_shard,
+                    count * unit.count,
+                    f"FSDP {unit.name}",
+                    phase,
+                    f"{_GROUP}:FSDPParamGroup.unshard",
+                )
+
+
+def _reductions(run: Run, layout: Layout) -> Iterator[Collective]:
+    """Reduce-scatters of gradients over the shards, then HSDP's all-reduces over the replicas, in
+    `mixed_precision_reduce`.
+    """
+    p, s = run.parallel, run.settings
+    for name, count, numel in _reduce_buffers(run, layout):
+        common = (count * run.num_micro_batches, f"FSDP {name}", "backward", _REDUCE)
+        if p.data_parallel_shard > 1:
+            yield Collective(
+                "reduce_scatter",
+                shard_axis(run),
+                s["mixed_precision_reduce"],
+                numel * p.data_parallel_shard,
+                numel,
+                *common,
+            )
+        if p.data_parallel_replicate > 1:
+            yield Collective("all_reduce", "dp_replicate", s["mixed_precision_reduce"], numel, numel, *common)
+
+
+def _reduce_buffers(run: Run, layout: Layout) -> list[tuple[str, int, int]]:
+    """(unit, how many, elements of this rank's part) of every buffer that gradients are reduced into in a
+    micro-batch.
+    """
+    out = []
+    for unit in layout.units:
+        for part in reduced_parts(run, unit):
+            out.append((unit.name, unit.count, sum(part)))
+    return out
+
+
+def reduced_parts(run: Run, unit: Unit) -> list[list[int]]:
+    """Padded elements of the parameters whose gradients one call reduces together; a unit may need several calls.
+
+    With a chunked loss the head's gradient is there before the decoder's backward has begun, and goes ahead alone
+    (`_fsdp_param_group.py:FSDPParamGroup.post_backward` reduces the gradients that it finds).
+    """
+    padded = {shard.parameter.name: shard.padded_numel for shard in unit.shards}
+    if unit.name == "last" and run.settings["chunked_loss"]:
+        if run.model.tie_embeddings:
+            return [[padded["tok_embeddings.weight"]], list(padded.values())]
+        return [[padded["lm_head.weight"]], [padded["norm.weight"]]]
+    return [list(padded.values())]
+
+
+# --- tensor parallel -------------------------------------------------------------------------------------------------
+
+
+def _activations(run: Run, layout: Layout) -> Iterator[Collective]:
+    """Activations between tensor-parallel regions (models/llama3/sharding.py): B·S·d elements, whole on every rank in
+    a region.
+
+    There are 2L + 1 boundaries each way: the embedding's output, two exits a layer; two entries a layer, the final
+    norm's output.
+    With sequence parallelism a boundary gathers or scatters the sequence; without, it sums (and its opposite direction
+    is free).
+    Activation checkpointing repeats a layer's boundaries, but for what selective checkpointing saves:
+    `distributed/activation_checkpoint.py:_get_default_save_ops` saves `_c10d_functional.reduce_scatter_tensor`, which
+    only the
+    DTensor backends call.
+    """
+    s, m, p = run.settings, run.model, run.parallel
+    tokens = run.micro_batch * run.seq_length
+    whole, part = tokens * m.hidden_size, tokens * m.hidden_size // p.tensor_parallel
+    dtype, ac = s["mixed_precision_param"], s["activation_checkpoint"]
+    layers, ends = 2 * m.num_layers * run.num_micro_batches, (2 * m.num_layers + 1) * run.num_micro_batches
+    again = 0 if ac == "none" else layers
+
+    def call(op: str, count: int, phase: str, component: str = "activation") -> Collective:
+        sizes = {"all_gather": (part, whole), "reduce_scatter": (whole, part), "all_reduce": (whole, whole)}[op]
+        return Collective(
+            op, "tp", dtype, *sizes, count, component, phase, f"{_REDISTRIBUTE}:Module._redistribute_outputs"
+        )
+
+    if p.sequence_parallel:
+        saved = ac == "selective" and s["spmd_backend"] != "spmd_types"
+        for phase in ("forward", "backward"):
+            yield call("all_gather", ends, phase)
+            yield call("reduce_scatter", ends, phase)
+        if again:
+            yield call("all_gather", again, "backward", "recompute")
+            if not saved:
+                yield call("reduce_scatter", again, "backward", "recompute")
+        yield from _norm_gradients(run, layout)
+        return
+    yield call("all_reduce", ends, "forward")
+    yield call("all_reduce", ends, "backward")
+    if again:
+        yield call("all_reduce", again, "backward", "recompute")
+
+
+def _norm_gradients(run: Run, layout: Layout) -> Iterator[Collective]:
+    """With sequence parallelism a norm sees a part of the sequence: its gradient is summed over the ranks before FSDP
+    takes it.
+
+    In the type it was computed in (`_fsdp_param.py:FSDPParam._get_grad_inner_tensor`).
+    """
+    norms = 2 * run.model.num_layers + 1
+    yield _all_reduce(
+        "tp",
+        run.settings["mixed_precision_param"],
+        run.model.hidden_size,
+        norms * run.num_micro_batches,
+        "norm gradient",
+        "backward",
+        "torch/distributed/fsdp/_fully_shard/_fsdp_param.py:FSDPParam._get_grad_inner_tensor",
+    )
+
+
+def _loss(run: Run) -> Iterator[Collective]:
+    """Cross entropy over a split vocabulary: maximum, sum of exponentials, and the label's logit, each B·S/C fp32, C
+    times.
+    """
+    chunks = run.settings["num_chunks"] if run.settings["chunked_loss"] else 1
+    yield _all_reduce(
+        "tp",
+        "float32",
+        run.micro_batch * run.seq_length // chunks,
+        3 * chunks * run.num_micro_batches,
+        "cross entropy",
+        "forward",
+        "torchtitan/components/loss.py:_LossParallelCrossEntropy.forward",
+    )
+
+
+def _gradient_norm(run: Run, layout: Layout) -> Iterator[Collective]:
+    """One norm a parameter, stacked, then summed over each mesh axis that shards gradients; clipping off changes
+    nothing.
+    """
+    rule = "torchtitan/distributed/utils.py:clip_grad_norm_"
+    if run.parallel.data_parallel_shard > 1:
+        yield _all_reduce(shard_axis(run), "float32", layout.num_parameters, 1, "gradient norm", "step", rule)
+    if run.parallel.tensor_parallel > 1:
+        yield _all_reduce("tp", "float32", layout.num_parameters, 1, "gradient norm", "step", rule)

@@ -1,0 +1,91 @@
+"""What torchtitan 0.3.0 refuses, with its own reason, and what the ledger does not model, by name."""
+
+from __future__ import annotations
+
+from train_ledger.spec.errors import ConfigError
+from train_ledger.spec.run import Run
+
+_SCALING_KEYS = ("factor", "high_freq_factor", "low_freq_factor", "original_max_position_embeddings")
+
+
+def check(run: Run) -> None:
+    """Refuse a run that torchtitan could not train or that is not modelled.
+
+    Raises:
+        ConfigError: names the key and says why.
+    """
+    _check_model(run)
+    _check_parallel(run)
+    _check_tensor_parallel(run)
+    _check_loss(run)
+
+
+def _refuse(run: Run, key: str, why: str) -> None:
+    raise ConfigError(why, file=run.source or None, key=key)
+
+
+def _check_model(run: Run) -> None:
+    """`models/llama3/model.py` and `models/common` express one family: RMSNorm, RoPE, SwiGLU, no biases."""
+    m = run.model
+    lacking = (
+        ("position_embedding", m.position_embedding != "rope", f"positions of kind {m.position_embedding!r}"),
+        ("normalization", m.normalization != "rmsnorm", f"normalization of kind {m.normalization!r}"),
+        ("gated_mlp", not m.gated_mlp, "an MLP without a gate"),
+        ("activation", m.activation != "silu", f"activation {m.activation!r}"),
+        ("qkv_bias", m.qkv_bias, "biases of query, key and value"),
+        ("attention_output_bias", m.attention_output_bias, "a bias of the attention's output"),
+        ("mlp_bias", m.mlp_bias, "biases of the MLP"),
+        ("qk_norm", m.qk_norm, "norms of query and key"),
+    )
+    for key, lacks, what in lacking:
+        if lacks:
+            _refuse(run, f"model.{key}", f"torchtitan's Llama 3 does not have {what}")
+    scaling = m.rope_scaling
+    if scaling:
+        kind = scaling.get("rope_type", scaling.get("type"))
+        if kind != "llama3":
+            _refuse(run, "model.rope_scaling", f"{kind!r} is not modelled for torchtitan, only 'llama3'")
+        missing = [key for key in _SCALING_KEYS if key not in scaling]
+        if missing:
+            _refuse(run, "model.rope_scaling", f"llama3 scaling needs {missing[0]}")
+
+
+def _check_parallel(run: Run) -> None:
+    p = run.parallel
+    for key, degree in (
+        ("pipeline_parallel", p.pipeline_parallel),
+        ("virtual_pipeline_parallel", p.virtual_pipeline_parallel),
+        ("context_parallel", p.context_parallel),
+    ):
+        if degree > 1:
+            _refuse(run, f"parallel.{key}", f"{degree} is not modelled for torchtitan, only 1")
+
+
+def _check_tensor_parallel(run: Run) -> None:
+    p, m = run.parallel, run.model
+    tp = p.tensor_parallel
+    if p.sequence_parallel and run.seq_length % tp:
+        # trainer.py:Trainer.__init__
+        _refuse(
+            run,
+            "seq_length",
+            f"Training sequence length ({run.seq_length}) must be divisible by {tp} for the configured sequence/context "
+            "parallelism.",
+        )
+    if tp == 1:
+        return
+    # models/common/decoder.py:Decoder.Config.update_from_config
+    for name, heads in (("n_heads", m.num_attention_heads), ("n_kv_heads", m.num_query_groups)):
+        if heads % tp:
+            _refuse(run, "parallel.tensor_parallel", f"tensor_parallel_degree ({tp}) must divide {name} ({heads}).")
+
+
+def _check_loss(run: Run) -> None:
+    chunks = run.settings["num_chunks"]
+    if run.settings["chunked_loss"] and run.seq_length % chunks:
+        # components/loss.py:ChunkedLossWrapper.__call__
+        _refuse(
+            run,
+            "torchtitan.num_chunks",
+            f"ChunkedLossWrapper sequence length must be divisible by num_chunks: {run.seq_length} by {chunks}",
+        )

@@ -1,0 +1,184 @@
+"""How torchtitan 0.3.0 lays a Llama model out: which rank holds which part of which parameter, in which FSDP unit, on
+which mesh.
+
+Sources: `torchtitan/models/llama3/sharding.py` (tensor parallel),
+`torchtitan/distributed/fsdp.py:apply_fsdp_to_decoder` (units),
+`torch/distributed/fsdp/_fully_shard/_fsdp_param.py` (shards and their padding),
+`torchtitan/distributed/parallel_dims.py` (meshes).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+from train_ledger.spec.groups import Group, groups_along
+from train_ledger.spec.run import Run
+
+#: num_layers, hidden_size, query_size, kv_size, ffn_hidden_size, vocab_size, tie_embeddings
+_Sizes = tuple[int, int, int, int, int, int, bool]
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter in its whole shape. `tensor_parallel_dim` is the dimension that tensor parallelism splits, None if
+    it does not.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    tensor_parallel_dim: int | None
+
+    def local_shape(self, tensor_parallel: int, tp_rank: int) -> tuple[int, ...]:
+        """Shape on one tensor-parallel rank: `torch.chunk`, so the last ranks may hold less."""
+        dim = self.tensor_parallel_dim
+        if dim is None:
+            return self.shape
+        return (*self.shape[:dim], _chunk(self.shape[dim], tensor_parallel, tp_rank), *self.shape[dim + 1 :])
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One rank's part of a parameter, elements: what it owns, and what its storage holds with the padding of dimension
+    0.
+    """
+
+    parameter: Parameter
+    whole_numel: int  # on this tensor-parallel rank, whole over data parallel
+    owned_numel: int
+    padded_numel: int
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Parameters that FSDP2 gathers and reduces together. `count` units are alike (the layers)."""
+
+    name: str
+    count: int
+    shards: tuple[Shard, ...]
+
+    @property
+    def padded_numel(self) -> int:
+        """Elements of this rank's shard of one such unit, padding included: the input of its all-gather."""
+        return sum(s.padded_numel for s in self.shards)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Everything of one rank's layout that memory and traffic depend on. Equal for ranks that keep and send the
+    same.
+    """
+
+    units: tuple[Unit, ...]
+
+    @property
+    def num_parameters(self) -> int:
+        """Tensors, tied ones once."""
+        return sum(unit.count * len(unit.shards) for unit in self.units)
+
+
+def mesh_sizes(run: Run) -> dict[str, int]:
+    """torchtitan's mesh, fastest dimension first. `parallel_dims.py:build_mesh` unflattens (pp, dp_replicate,
+    dp_shard, cp, tp).
+    """
+    p = run.parallel
+    return {"tp": p.tensor_parallel, "dp_shard": p.data_parallel_shard, "dp_replicate": p.data_parallel_replicate}
+
+
+def coordinates(run: Run, rank: int) -> dict[str, int]:
+    """Place of `rank` on the mesh."""
+    tp, shard = run.parallel.tensor_parallel, run.parallel.data_parallel_shard
+    return {"dp_replicate": rank // (tp * shard), "dp_shard": rank // tp % shard, "tp": rank % tp}
+
+
+def shard_axis(run: Run) -> str:
+    """Name of the mesh axis that FSDP shards over: `fsdp` under partial_dtensor, else `dp_shard`
+    (`parallel_dims.py:build_mesh`).
+    """
+    return "fsdp" if run.settings["spmd_backend"] == "partial_dtensor" else "dp_shard"
+
+
+def groups(run: Run) -> list[Group]:
+    """Every group of more than one rank: the world, then torchtitan's one-dimensional meshes by their names.
+
+    `batch`, `loss` and `dp` hold the same ranks; torchtitan makes a group for each (`parallel_dims.py:build_mesh`).
+    """
+    sizes = mesh_sizes(run)
+    both = ("dp_shard", "dp_replicate")
+    named = [("batch", both), ("loss", both), ("dp_replicate", both[1:]), ("tp", ("tp",))]
+    if run.settings["spmd_backend"] == "spmd_types":
+        named.append(("dp", both))
+    named.append((shard_axis(run), both[:1]))
+    out = [Group("world", tuple(range(run.world_size)))]
+    for name, dims in named:
+        if math.prod(sizes[d] for d in dims) > 1:
+            out += [Group(name, ranks) for ranks in groups_along(sizes, dims)]
+    return out
+
+
+def layout(run: Run, rank: int) -> Layout:
+    """The layout of one rank."""
+    return _layout(_sizes(run), *_degrees(run, rank))
+
+
+def _sizes(run: Run) -> _Sizes:
+    m = run.model
+    return (m.num_layers, m.hidden_size, m.query_size, m.kv_size, m.ffn_hidden_size, m.vocab_size, m.tie_embeddings)
+
+
+def _degrees(run: Run, rank: int) -> tuple[int, int, int, int]:
+    tp, shards = run.parallel.tensor_parallel, run.parallel.data_parallel_shard
+    return tp, shards, rank % tp, rank // tp % shards
+
+
+@functools.lru_cache(maxsize=4096)
+def _layout(sizes: _Sizes, tensor_parallel: int, shards: int, tp: int, shard: int) -> Layout:
+    layers, hidden, query, kv, ffn, vocab, tied = sizes
+    embedding = Parameter("tok_embeddings.weight", (vocab, hidden), 0)
+    norm = Parameter("norm.weight", (hidden,), None)
+    head = Parameter("lm_head.weight", (vocab, hidden), 0)
+    block = (
+        Parameter("attention.qkv_linear.wqkv.weight", (query + 2 * kv, hidden), 0),
+        Parameter("attention.wo.weight", (hidden, query), 1),
+        Parameter("feed_forward.w1.weight", (ffn, hidden), 0),
+        Parameter("feed_forward.w2.weight", (hidden, ffn), 1),
+        Parameter("feed_forward.w3.weight", (ffn, hidden), 0),
+        Parameter("attention_norm.weight", (hidden,), None),
+        Parameter("ffn_norm.weight", (hidden,), None),
+    )
+
+    def unit(name: str, count: int, *parameters: Parameter) -> Unit:
+        return Unit(name, count, tuple(_shard(q, tensor_parallel, shards, tp, shard) for q in parameters))
+
+    # fsdp.py:apply_fsdp_to_decoder: the tied weight, the norm and the head are one unit; else the embedding is its own.
+    if tied:
+        return Layout((unit("layers", layers, *block), unit("last", 1, embedding, norm)))
+    return Layout((unit("tok_embeddings", 1, embedding), unit("layers", layers, *block), unit("last", 1, norm, head)))
+
+
+def _shard(parameter: Parameter, tensor_parallel: int, shards: int, tp: int, shard: int) -> Shard:
+    """`_fsdp_param.py:_init_sharded_param` chunks dimension 0 and pads every shard to the size of the first."""
+    shape = parameter.local_shape(tensor_parallel, tp)
+    row = math.prod(shape[1:])
+    return Shard(parameter, shape[0] * row, _chunk(shape[0], shards, shard) * row, _chunk(shape[0], shards, 0) * row)
+
+
+def _chunk(size: int, parts: int, part: int) -> int:
+    """Length of one part of `torch.chunk`, with parts beyond the end empty (`_fsdp_common.py:_chunk_with_empty`)."""
+    length = -(-size // parts)
+    return max(0, min(length, size - part * length))
+
+
+def layout_class(run: Run, rank: int) -> tuple[int, ...]:
+    """Ranks of equal class hold equal parts. Only the sizes of the last, smaller chunks tell ranks apart, never
+    replicas.
+    """
+    return _layout_class(_sizes(run), *_degrees(run, rank))
+
+
+@functools.lru_cache(maxsize=65536)
+def _layout_class(sizes: _Sizes, tensor_parallel: int, shards: int, tp: int, shard: int) -> tuple[int, ...]:
+    _, hidden, query, kv, ffn, vocab, _ = sizes
+    rows = [_chunk(n, tensor_parallel, tp) for n in (query + 2 * kv, ffn, vocab)]
+    return (*rows, *(_chunk(n, shards, shard) for n in (*rows, hidden)), _chunk(query, tensor_parallel, tp))
