@@ -1,7 +1,9 @@
-"""Megatron Core 0.18.0: what each rank keeps and sends. Verified by running it; see tests/integration/test_megatron*.py.
+"""Megatron Core 0.18.0: what each rank keeps and sends. Verified by running it; see
+tests/integration/test_megatron*.py.
 
-A bf16 parameter lives whole in a flat buffer on every data-parallel rank, its gradient in a second one; the fp32 master and
-both moments of each rank's share of a bucket belong to the optimizer (ZeRO-1). Rules name files below megatron/core.
+A bf16 parameter lives whole in a flat buffer on every data-parallel rank, its gradient in a second one; the fp32
+master and both moments of each rank's share of a bucket belong to the optimizer (ZeRO-1). Rules name files below
+megatron/core.
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ def groups(run: Run) -> list[Group]:
         lists = groups_along(grid, dims)
         out.extend(Group(name, ranks) for ranks in lists)
         if name == "pp":
-            # First and last stage hold the tied embedding, the first the positions (parallel_state.py:default_embedding_ranks).
+            # First and last stage hold the tied embedding, the first the positions
+            # (parallel_state.py:default_embedding_ranks).
             out.extend(Group("embd", ranks if len(ranks) == 1 else (ranks[0], ranks[-1])) for ranks in lists)
             out.extend(Group("pos_embd", ranks[:1]) for ranks in lists)
     out.append(Group("intra_dist_opt", tuple(range(run.world_size))))

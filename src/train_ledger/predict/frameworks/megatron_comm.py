@@ -34,9 +34,10 @@ def collectives(plan: Plan, stage: int, first: bool = False) -> tuple[Collective
 def _tensor_parallel(plan: Plan, chunk: Chunk) -> Iterator[Collective]:
     """Activations and their gradients, each micro-batch.
 
-    With sequence parallelism every column-parallel layer gathers its input, in backward once more for the weight gradient,
-    and reduce-scatters the input's gradient; every row-parallel layer reduce-scatters its output and gathers the output's
-    gradient. Without it one all-reduce stands for each pair. On one rank Megatron calls nothing, but for the loss.
+    With sequence parallelism every column-parallel layer gathers its input, in backward once more for the weight
+    gradient, and reduce-scatters the input's gradient; every row-parallel layer reduce-scatters its output and
+    gathers the output's gradient. Without it one all-reduce stands for each pair. On one rank Megatron calls nothing,
+    but for the loss.
     """
     m, whole = plan.micro_batches, plan.activation
     part = whole // plan.tp
@@ -86,7 +87,8 @@ def _tensor_parallel(plan: Plan, chunk: Chunk) -> Iterator[Collective]:
         if chunk.post:
             yield reduce(1, "output_layer", "backward", f"{column}.backward")
     if plan.query_groups < plan.tp:
-        # Fewer key and value heads than ranks: QKV is gathered whole (transformer/attention.py:get_query_key_value_tensors).
+        # Fewer key and value heads than ranks: QKV is gathered whole
+        # (transformer/attention.py:get_query_key_value_tensors).
         qkv = plan.seq * plan.micro_batch * plan.qkv_rows
         rule = f"{row}:_AllGatherFromTensorParallelRegion"
         forward = (chunk.layers * m, "forward"), (again * m, "backward")
@@ -124,7 +126,8 @@ def recomputed_layers(plan: Plan, chunk: Chunk) -> tuple[int, int]:
 def _data_parallel(plan: Plan, chunk: Chunk, stage: int, first: bool) -> Iterator[Collective]:
     """One reduction of gradients and, with the distributed optimizer, one gathering of parameters a bucket."""
     where = "distributed/param_and_grad_buffer.py:_ParamAndGradBucketGroup"
-    # Later stages and interleaved chunks reduce all at once after their backward (megatron/training, align_grad_reduce).
+    # Later stages and interleaved chunks reduce all at once after their backward (megatron/training,
+    # align_grad_reduce).
     overlapped = plan.overlap_grad_reduce and not first and stage == 0 and plan.vp == 1
     for size, count in Counter(end - start for start, end in buffer(plan, chunk).buckets).items():
         share = size // plan.shards
@@ -162,8 +165,8 @@ def _data_parallel(plan: Plan, chunk: Chunk, stage: int, first: bool) -> Iterato
 def _pipeline(plan: Plan, held: tuple[Chunk, ...], stage: int) -> Iterator[Collective]:
     """Activations to the next chunk and gradients to the previous one, each micro-batch.
 
-    Interleaved schedules overlap these calls, and between two stages they use the world's group for one direction, so that
-    both run at once (pipeline_parallel/p2p_communication.py:_p2p_ops).
+    Interleaved schedules overlap these calls, and between two stages they use the world's group for one direction, so
+    that both run at once (pipeline_parallel/p2p_communication.py:_p2p_ops).
     """
     if plan.pp == 1:
         return

@@ -1,4 +1,6 @@
-"""How Megatron Core lays parameters out in flat buffers, cuts the buffers into buckets, and shards them over data parallel."""
+"""How Megatron Core lays parameters out in flat buffers, cuts the buffers into buckets, and shards them over data
+parallel.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +32,9 @@ class Param(NamedTuple):
 def chunk_params(plan: Plan, chunk: Chunk) -> tuple[Param, ...]:
     """Parameters of a chunk in the order of registration, which is the order of `named_parameters()`.
 
-    Sources: models/gpt/gpt_model.py:GPTModel, transformer/transformer_layer.py:TransformerLayer, transformer/attention.py
-    (the output projection is registered before QKV), transformer/mlp.py:MLP. Marks: `sequence_parallel` on norms and on
-    biases of row-parallel layers (tensor_parallel/layers.py), `shared_embedding`
+    Sources: models/gpt/gpt_model.py:GPTModel, transformer/transformer_layer.py:TransformerLayer,
+    transformer/attention.py (the output projection is registered before QKV), transformer/mlp.py:MLP. Marks:
+    `sequence_parallel` on norms and on biases of row-parallel layers (tensor_parallel/layers.py), `shared_embedding`
     (models/common/language_module/language_module.py:setup_embeddings_and_output_layer).
     """
     h, d = plan.hidden, plan.head_dim
@@ -103,9 +105,9 @@ class Buffer:
 def buffer(plan: Plan, chunk: Chunk) -> Buffer:
     """Places and buckets of a chunk's parameters.
 
-    With the distributed optimizer each parameter begins at a multiple of 64 elements and each bucket ends at a multiple of
-    lcm(shards, 128), with `pad_buckets_for_high_nccl_busbw` of lcm(shards, 128, 2^16); without it nothing is padded.
-    Sources: optimizer/param_layout.py, optimizer/distrib_optimizer.py:_compute_per_buffer_param_layout,
+    With the distributed optimizer each parameter begins at a multiple of 64 elements and each bucket ends at a
+    multiple of lcm(shards, 128), with `pad_buckets_for_high_nccl_busbw` of lcm(shards, 128, 2^16); without it nothing
+    is padded. Sources: optimizer/param_layout.py, optimizer/distrib_optimizer.py:_compute_per_buffer_param_layout,
     distributed/param_and_grad_buffer.py:_compute_default_per_buffer_param_layout.
     """
     padded = plan.distributed_optimizer

@@ -8,14 +8,16 @@ from typing import NamedTuple
 
 from train_ledger.spec.run import Run
 
-#: The order of parallel dimensions, fastest first (core/parallel_state.py:initialize_model_parallel, `order`). Dense models
-#: have no expert parallelism, so `ep` is 1.
+#: The order of parallel dimensions, fastest first (core/parallel_state.py:initialize_model_parallel, `order`). Dense
+#: models have no expert parallelism, so `ep` is 1.
 ORDER = ("tp", "cp", "ep", "dp", "pp")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A run in the numbers that Megatron's rules take. Sizes are elements, or tokens for `seq`; hashable, so rules can be cached."""
+    """A run in the numbers that Megatron's rules take. Sizes are elements, or tokens for `seq`; hashable, so rules
+    can be cached.
+    """
 
     layers: int
     hidden: int
@@ -63,7 +65,9 @@ class Plan:
 
     @property
     def qkv_rows(self) -> int:
-        """Rows of the fused QKV projection on all tensor-parallel ranks together (transformer/attention.py:SelfAttention)."""
+        """Rows of the fused QKV projection on all tensor-parallel ranks together
+        (transformer/attention.py:SelfAttention).
+        """
         return (self.heads + 2 * self.query_groups) * self.head_dim
 
     @property
@@ -94,8 +98,8 @@ class Chunk(NamedTuple):
 def plan(run: Run) -> Plan:
     """The run in Megatron's numbers.
 
-    Sources: vocabulary padding megatron/training/tokenizer (a multiple of make_vocab_size_divisible_by x tensor parallel);
-    bucket size core/distributed/distributed_data_parallel.py:__init__.
+    Sources: vocabulary padding megatron/training/tokenizer (a multiple of make_vocab_size_divisible_by x tensor
+    parallel); bucket size core/distributed/distributed_data_parallel.py:__init__.
     """
     m, p, s = run.model, run.parallel, run.settings
     multiple = s["make_vocab_size_divisible_by"] * p.tensor_parallel
@@ -163,8 +167,8 @@ def stage_layers(plan: Plan, stage: int) -> int:
 def chunks(plan: Plan, stage: int) -> tuple[Chunk, ...]:
     """Model chunks of a pipeline rank, in order.
 
-    Gradients are bucketed only in the first chunk of the first stage: elsewhere their reduction is off the critical path
-    (distributed_data_parallel.py:__init__, `disable_bucketing or pp_rank > 0`).
+    Gradients are bucketed only in the first chunk of the first stage: elsewhere their reduction is off the critical
+    path (distributed_data_parallel.py:__init__, `disable_bucketing or pp_rank > 0`).
     """
     each = stage_layers(plan, stage) // plan.vp
     first, last = stage == 0, stage == plan.pp - 1

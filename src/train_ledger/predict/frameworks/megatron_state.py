@@ -14,9 +14,11 @@ from .megatron_plan import Plan, chunks
 
 
 def containers(plan: Plan, stage: int, shard: int) -> tuple[Container, ...]:
-    """Containers of a rank of pipeline stage `stage` that is number `shard` among the ranks that share its optimizer state.
+    """Containers of a rank of pipeline stage `stage` that is number `shard` among the ranks that share its optimizer
+    state.
 
-    The state is that after a step: gradients stay allocated (`zero_grad_buffer` zeroes and does not free), moments exist.
+    The state is that after a step: gradients stay allocated (`zero_grad_buffer` zeroes and does not free), moments
+    exist.
     """
     return (
         *_buffers(plan, stage),
@@ -86,7 +88,8 @@ def _optimizer(plan: Plan, stage: int, shard: int) -> tuple[Container, ...]:
         ),
     ]
     if plan.grad_dtype != "float32":
-        # `.float()` of an fp32 gradient is the gradient itself; of a bf16 one it is a copy that lives until the next zero_grad.
+        # `.float()` of an fp32 gradient is the gradient itself; of a bf16 one it is a copy that lives until the next
+        # zero_grad.
         copy = "optimizer/distrib_optimizer.py" if plan.distributed_optimizer else "optimizer/optimizer.py"
         out.append(_container("main_grad", "framework", "float32", pieces, f"{copy}:_copy_model_grads_to_main_grads"))
     return tuple(out)
@@ -138,8 +141,8 @@ def _scratch_numel(plan: Plan) -> int:
     """Elements of the scratch buffer "mpu", the largest request made of it.
 
     Requests: the gathered input of a column-parallel layer under sequence parallelism
-    (tensor_parallel/layers.py:LinearWithGradAccumulationAndAsyncCommunication), and the scores of Megatron's own attention
-    (transformer/dot_product_attention.py).
+    (tensor_parallel/layers.py:LinearWithGradAccumulationAndAsyncCommunication), and the scores of Megatron's own
+    attention (transformer/dot_product_attention.py).
     """
     gathered = plan.activation if plan.sp else 0
     scores = plan.micro_batch * (plan.heads // plan.tp) * plan.seq * plan.seq if plan.local_attention else 0
