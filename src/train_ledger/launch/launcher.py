@@ -105,7 +105,7 @@ class Attempt:
 
     @classmethod
     def join(cls, run: Run, target: Path, first: bool, identity: str) -> Attempt:
-        """For ranks that start by themselves under one identity: the `first` claims, the others make the folder only."""
+        """For ranks that start by themselves under one identity: the `first` claims, others make the folder only."""
         if first:
             return cls.begin(run, target, identity)
         attempt = cls(run, target, identity)

@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 
+from .collectives import CollectiveProbe
+
 #: Keys of torch.cuda.memory_stats that are kept at a step boundary. `requested` is what tensors asked for, `allocated`
 #: the same rounded to blocks of 512 bytes, `reserved` what the allocator holds from the driver.
 MEMORY_KEYS = (
@@ -76,12 +78,14 @@ class MemoryProbe:
     def step(self, step: int) -> Iterator[None]:
         """Around one optimizer step. Appends to `records`: step, time in seconds, memory before and after in bytes."""
         before = self._memory(reset=True)
-        with contextlib.ExitStack() as stack:
+        calls = CollectiveProbe(step, self.optimizer) if step in self.profile_steps else None
+        with calls or contextlib.nullcontext():
             began = time.perf_counter()
             yield
             self._wait()
             took = time.perf_counter() - began
-            stack.close()
+        if calls is not None:
+            self.collectives += calls.rows()
         self.records.append({"step": step, "time_s": took, "memory": self._memory(), "memory_before": before})
 
     def extra(self) -> dict[str, Any]:

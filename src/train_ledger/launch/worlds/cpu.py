@@ -16,9 +16,12 @@ from . import Job
 
 def run_ranks(job: Job) -> None:
     """Starts all ranks; see `worlds`."""
-    store = rendezvous(job.run.world_size)  # held until all ranks ended
+    store = rendezvous(job.run.world_size)
     port = store.port
-    run_forked(job, lambda rank: make_rank(job, rank, port))
+    try:
+        run_forked(job, lambda rank: make_rank(job, rank, port))
+    finally:
+        del store  # also when an error keeps this frame: a later fork must not inherit a store whose thread it lacks
 
 
 def rendezvous(world_size: int) -> dist.TCPStore:

@@ -1,0 +1,94 @@
+"""What a call's Python stack says: the framework's call site, and the part of the step."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import sys
+from types import CodeType, FrameType
+
+import torch
+
+#: Inside torch these make calls of their own accord; all else in torch only passes calls on for somebody.
+_TORCH_CALLERS = (
+    "torch/distributed/fsdp/",
+    "torch/distributed/pipelining/",
+    "torch/distributed/optim/",
+    "torch/nn/parallel/",
+    "torch/nn/utils/",
+    "torch/optim/",
+)
+#: Outside of torch these only pass calls on: DeepSpeed's wrapper of torch.distributed, wrappers, ourselves.
+_PASS_ON = (
+    "torch/",
+    "deepspeed/comm/",
+    "deepspeed/utils/",
+    "train_ledger/probe/",
+    "typing_extensions.py",
+    "contextlib.py",
+)
+_MODULE_CALLS = ("_call_impl", "_wrapped_call_impl")
+
+
+@functools.cache
+def relative(file: str) -> str:
+    """A source file relative to the folder that Python imports it from (site-packages); its bare name if there is none.
+
+    The same on every machine, and it gives away no path.
+    """
+    for folder in sorted({os.path.abspath(p) for p in sys.path if p}, key=len, reverse=True):
+        if file.startswith(folder + os.sep):
+            return file[len(folder) + 1 :].replace(os.sep, "/")
+    return os.path.basename(file)
+
+
+@functools.cache
+def _passes_on(file: str) -> bool:
+    name = relative(file)
+    return name.startswith(_PASS_ON) and not name.startswith(_TORCH_CALLERS)
+
+
+@functools.cache
+def _in_module_call(code: CodeType) -> bool:
+    return code.co_name in _MODULE_CALLS and relative(code.co_filename) == "torch/nn/modules/module.py"
+
+
+def code_of(method: tuple[object, str] | None) -> CodeType | None:
+    """The code object of (object, method name), below all decorators; None where there is no Python code."""
+    if method is None:
+        return None
+    function = inspect.unwrap(getattr(*method))
+    return getattr(getattr(function, "__func__", function), "__code__", None)
+
+
+def call_site(frame: FrameType | None, optimizer: CodeType | None = None) -> tuple[str, str]:
+    """Site and phase of a call.
+
+    Args:
+        frame: the innermost frame.
+        optimizer: the code of the optimizer's step, from `code_of`.
+
+    Returns:
+        `file:function` of the innermost frame that does not merely pass the call on, and the phase: `optimizer` inside
+        of the optimizer's step; `backward` inside of the autograd engine or of a function named `backward`,
+        recomputation of activations included; `forward` inside of a module; else `step`.
+    """
+    site, inside = "", set()
+    while frame is not None:
+        code = frame.f_code
+        if not site and not _passes_on(code.co_filename):
+            site = f"{relative(code.co_filename)}:{code.co_name}"
+        if code is optimizer:
+            inside.add("optimizer")
+        elif code.co_name in ("backward", "_engine_run_backward"):
+            inside.add("backward")
+        elif _in_module_call(code):
+            inside.add("forward")
+        frame = frame.f_back
+    if "optimizer" in inside:
+        return site, "optimizer"
+    # On CUDA the engine runs on threads of its own, where no Python frame says `backward`.
+    if "backward" in inside or torch._C._current_graph_task_id() != -1:
+        return site, "backward"
+    return site, "forward" if "forward" in inside else "step"
