@@ -16,6 +16,9 @@ from train_ledger.reconcile.rows import CollectiveRow, LayoutRow, ResidentRow, c
 from train_ledger.spec.errors import DataError
 from train_ledger.spec.io import read_json
 from train_ledger.spec.registry import FRAMEWORKS
+from train_ledger.spec.steps import GlobalStep, global_steps
+
+PARITY_SCHEMA = "train-ledger/parity/1"
 
 _WHOLE = {
     *("rank", "step", "micro_batch", "order", "count", "numel", "in_numel", "out_numel", "full_numel", "storages"),
@@ -23,12 +26,22 @@ _WHOLE = {
     *("predicted_count", "measured_count", "predicted_wire_bytes", "measured_wire_bytes", "storage_bytes"),
 }
 _NUMBER = {"loss", "grad_norm", "time_s", "requested_bytes", "allocated_bytes", "peak_bytes", "master_numel"}
+_NUMBER |= {"rel_difference", "bound"}
 TABLES: dict[str, list[str]] = {
     "resident": columns(ResidentRow),
     "collectives": columns(CollectiveRow),
     "layout": columns(LayoutRow),
     **FACT_TABLES,
 }
+
+
+@dataclass(frozen=True)
+class Parity:
+    """What the parity stage wrote: its summary, the curves of all runs, and the pairs' losses step by step."""
+
+    summary: Mapping[str, Any]
+    curves: pd.DataFrame
+    losses: pd.DataFrame
 
 
 @dataclass(frozen=True)
@@ -39,6 +52,7 @@ class Results:
     runs: Sequence[Mapping[str, Any]]
     tables: Mapping[str, pd.DataFrame]
     predictions: Mapping[str, Mapping[str, Any]]
+    parity: Parity | None = None
     missing: Sequence[str] = field(default_factory=tuple)
 
     def __getitem__(self, table: str) -> pd.DataFrame:
@@ -89,7 +103,31 @@ def read_results(folder: str | Path) -> Results:
     else:
         missing.append("reconcile")
         tables = {name: _typed(pd.DataFrame(columns=TABLES[name], dtype=str)) for name in TABLES}
-    return Results(folder.resolve().name, runs, tables, predictions, tuple(missing))
+    return Results(
+        folder.resolve().name,
+        runs,
+        tables,
+        predictions,
+        read_parity(folder / "parity"),
+        tuple(missing),
+    )
+
+
+def read_parity(folder: Path) -> Parity | None:
+    """What the parity stage wrote into `folder`; None where it did not run.
+
+    Raises:
+        DataError: a file is missing or not as the stage writes it.
+    """
+    if not (folder / "parity.json").is_file():
+        return None
+    curves = ["run", "step", "loss", "grad_norm"]
+    losses = ["left", "right", "step", "rel_difference", "bound", "verdict"]
+    return Parity(
+        read_json(folder / "parity.json", PARITY_SCHEMA, "parity"),
+        _read_table(folder / "curves.csv", curves),
+        _read_table(folder / "losses.csv", losses),
+    )
 
 
 def _read_runs(file: Path) -> Sequence[Mapping[str, Any]]:
@@ -127,13 +165,13 @@ def _typed(frame: pd.DataFrame) -> pd.DataFrame:
     return frame
 
 
-def rank_classes(frame: pd.DataFrame, keys: Sequence[str]) -> dict[tuple[int, ...], pd.DataFrame]:
-    """Ranks whose rows are alike in `keys`, with the rows of the first of them; in order of the first rank."""
-    alike: dict[tuple[Any, ...], list[int]] = {}
-    parts = {int(rank): part for rank, part in frame.groupby("rank", sort=True)}
-    for rank, part in parts.items():
-        alike.setdefault(tuple(map(tuple, part[list(keys)].to_numpy().tolist())), []).append(rank)
-    return {tuple(ranks): parts[ranks[0]] for ranks in alike.values()}
+def run_steps(results: Results, run: str) -> list[GlobalStep]:
+    """Loss and gradient norm of each step of a run, from all of its ranks."""
+    by_rank: dict[int, list[dict[str, Any]]] = {}
+    for r in results.of("steps", run).to_dict("records"):
+        known = {k: None if pd.isna(r[k]) else r[k] for k in ("loss", "grad_norm")}
+        by_rank.setdefault(r["rank"], []).append({"step": r["step"], **known})
+    return global_steps([{"steps": by_rank[rank]} for rank in sorted(by_rank)])
 
 
 def unit_for(largest_bytes: float) -> tuple[str, float]:

@@ -29,8 +29,8 @@ class Figures:
 
 
 GB = 10**9
-#: What one expects by hand: 2 B a parameter in bf16, 4 B a fp32 gradient, 12 B of optimizer state, each over its degree;
-#: all-gather twice and reduce-scatter once a step; two all-gathers and two reduce-scatters a layer, forward and backward.
+#: What one expects by hand: 2 B a parameter in bf16, 4 B a gradient in fp32, 12 B of optimizer state, each over its
+#: degree; all-gather twice and reduce-scatter once a step; two of each a layer and direction for tensor parallelism.
 HAND_ESTIMATE: dict[str, Figures] = {
     "megatron-tp2-pp2-dp2": Figures(
         *(75 * GB // 100, 15 * GB // 10, 225 * GB // 100, 0),

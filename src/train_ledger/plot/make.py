@@ -20,6 +20,7 @@ def all_figures(results: Results, predicted: Results | None = None) -> Iterator[
     """Every figure for which there is data, in the order of the report."""
     for draw in DRAWERS:
         yield from draw(results)
+    yield from losses.draw_parity(results.parity)
     if predicted is not None:
         yield from paper.draw(predicted, results.run_names)
 

@@ -55,9 +55,9 @@ def draw(paper: Results, order: Sequence[str] = ()) -> list[Drawn]:
     alt = f"Two bar charts for rank 0 of each run: resident bytes, and bytes sent in a step. Predicted: {told}."
     caption = (
         f"Rank 0{f' at the {shorten(model, 40)} shape' if model else ''}. Model state is what one estimates by hand, "
-        "to its rounding; what the estimate leaves out is the grey end of the predicted bars. Traffic is larger than expected "
-        "where weight gradients gather their input again, where activations are recomputed and where gradients are "
-        "accumulated; the table below explains each difference. Source: predict/*.json."
+        "to its rounding; what the estimate leaves out is the grey end of the predicted bars. Traffic is larger than "
+        "expected where weight gradients gather their input again, where activations are recomputed, where gradients "
+        "accumulate; the table below explains each difference. Source: predict/*.json."
     )
     return [Drawn("paper", "paper", "Predicted at the paper's shape", alt, caption, figure)]
 

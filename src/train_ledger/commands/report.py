@@ -1,0 +1,36 @@
+"""`train-ledger report`: figures, tables and the page from a results folder."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+HELP = "draw the figures of a results folder and build its page and tables"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the command."""
+    parser.add_argument("results", type=Path, metavar="RESULTS_DIR", help="results/<comparison>")
+    parser.add_argument(
+        "--paper", type=Path, metavar="DIR", help="results folder of which only the prediction is shown beside it"
+    )
+    parser.add_argument("--strict", action="store_true", help="end with 1 if anything is not exact")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Writes figures/, tables/ and report.html; prints where the page is and the verdict."""
+    from train_ledger.plot.data import read_results
+    from train_ledger.plot.make import make_figures
+    from train_ledger.report.answers import verdict
+    from train_ledger.report.build import build_report
+    from train_ledger.report.provenance import find_source
+
+    make_figures(args.results, args.paper)
+    page = build_report(args.results, args.paper, find_source())
+    found = verdict(read_results(args.results))
+    print(f"{page}: {found.text}")
+    if args.strict and found.state == "differs":
+        print("train-ledger report: not everything is exact", file=sys.stderr)
+        return 1
+    return 0
