@@ -114,12 +114,28 @@ def _prepare(rank: Rank) -> None:
             set_accelerator(CPU_Accelerator())
         # Else init_distributed() compiles a shared-memory all-reduce (comm/torch.py:build_shm_op), which takes minutes.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        _sort_gradients_by_type()
     else:
         torch.cuda.set_device(rank.device)
         # cuDNN's attention would be picked on some machines; flash attention is what is compared.
         torch.backends.cuda.enable_cudnn_sdp(False)
     if rank.world == "fake" and rank.rank != 0:
         _answer_as_rank_0()
+
+
+def _sort_gradients_by_type() -> None:
+    """Stages 1 and 2 without contiguous gradients: on the CPU DeepSpeed reduces nothing, and says nothing.
+
+    stage_1_and_2.py:split_half_float_double looks for the type `torch.cpu.BFloat16Tensor`, which torch does not have.
+    The engine's own function of the same purpose compares dtypes; on CUDA both give the same.
+    """
+    from deepspeed.runtime import engine
+    from deepspeed.runtime.zero import stage_1_and_2
+
+    def split(tensors: list[Tensor]) -> list[list[Tensor]]:
+        return [bucket for _, bucket in engine.split_half_float_double_sparse(tensors)[1]]
+
+    stage_1_and_2.split_half_float_double = split
 
 
 def _answer_as_rank_0() -> None:
