@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from ranks import on_ranks
 
 from train_ledger.probe.collectives import CollectiveProbe
+from train_ledger.probe.watch import OptimizerStep
 
 
 def seen(probe: CollectiveProbe) -> Counter:
@@ -211,7 +212,7 @@ def fsdp_step(rank: int) -> list[dict]:
     model.set_force_sum_reduction_for_comms(True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step in (1, 2):
-        with CollectiveProbe(step, (optimizer, "step")) as probe:
+        with OptimizerStep((optimizer, "step")) as watch, CollectiveProbe(step, watch) as probe:
             model(torch.ones(2, 8)).sum().backward()
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             norm.full_tensor()
@@ -264,7 +265,7 @@ def phases(rank: int) -> dict[int, str]:
             return x
 
     optimizer = Communicating()
-    with CollectiveProbe(1, (optimizer, "step")) as probe:
+    with OptimizerStep((optimizer, "step")) as watch, CollectiveProbe(1, watch) as probe:
         Talks()(torch.ones(1))
         optimizer.step()
         dist.all_reduce(torch.ones(3))

@@ -12,11 +12,11 @@ import torch
 
 def parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The plain tensors inside a wrapper (DTensor, AsyncCollectiveTensor and the like); a plain one gives itself."""
-    inner = getattr(tensor, "__tensor_flatten__", None)
-    if inner is None or type(tensor) in (torch.Tensor, torch.nn.Parameter):
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter) or not hasattr(tensor, "__tensor_flatten__"):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()
-    return [leaf for name in names for leaf in parts(getattr(tensor, name))]
+    inner = (getattr(tensor, name) for name in names)  # a DTensor's mesh is among them
+    return [leaf for value in inner if isinstance(value, torch.Tensor) for leaf in parts(value)]
 
 
 def storage_key(tensor: torch.Tensor) -> tuple[str, int] | None:

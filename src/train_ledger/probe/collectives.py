@@ -18,7 +18,8 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .stack import call_site, code_of
+from .stack import call_site
+from .watch import OptimizerStep
 
 NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 #: Operator -> the ledger's word. Suffixes (`_`, `_coalesced`, `_out`) are taken off first, see `_word`.
@@ -57,12 +58,12 @@ class CollectiveProbe(TorchDispatchMode):
 
     Args:
         step: number that goes into the rows.
-        optimizer: (object, method name) of the optimizer step.
+        optimizer: tells whether the optimizer's step is running.
     """
 
-    def __init__(self, step: int, optimizer: tuple[object, str] | None = None) -> None:
+    def __init__(self, step: int, optimizer: OptimizerStep | None = None) -> None:
         super().__init__()
-        self.step, self._optimizer = step, code_of(optimizer)
+        self.step, self._optimizer = step, optimizer or OptimizerStep(None)
         self._counts: Counter[tuple[Any, ...]] = Counter()
         self._groups: dict[str, tuple[tuple[int, ...], str]] = {}
 
@@ -91,7 +92,8 @@ class CollectiveProbe(TorchDispatchMode):
         if group is None:  # wait_tensor, check_for_nan and the like send nothing
             return
         ranks, group = self._group(group)
-        site, phase = call_site(sys._getframe(2), self._optimizer)
+        site, phase = call_site(sys._getframe(2))
+        phase = "optimizer" if self._optimizer.running else phase
         for op, dtype, in_numel, out_numel in _transfers(func.namespace, name, named, out):
             self._counts[op, ranks, group, dtype, in_numel, out_numel, phase, site] += 1
 

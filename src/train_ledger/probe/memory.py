@@ -22,6 +22,8 @@ from typing import Any
 import torch
 
 from .collectives import CollectiveProbe
+from .lifeline import Lifeline
+from .watch import EngineRuns, ModuleCalls, OptimizerStep
 
 #: Keys of torch.cuda.memory_stats that are kept at a step boundary. `requested` is what tensors asked for, `allocated`
 #: the same rounded to blocks of 512 bytes, `reserved` what the allocator holds from the driver.
@@ -78,15 +80,34 @@ class MemoryProbe:
     def step(self, step: int) -> Iterator[None]:
         """Around one optimizer step. Appends to `records`: step, time in seconds, memory before and after in bytes."""
         before = self._memory(reset=True)
-        calls = CollectiveProbe(step, self.optimizer) if step in self.profile_steps else None
-        with calls or contextlib.nullcontext():
+        with contextlib.ExitStack() as probes:
+            if step in self.profile_steps:
+                self._record(step, probes)
             began = time.perf_counter()
             yield
             self._wait()
             took = time.perf_counter() - began
-        if calls is not None:
-            self.collectives += calls.rows()
         self.records.append({"step": step, "time_s": took, "memory": self._memory(), "memory_before": before})
+
+    def _record(self, step: int, probes: contextlib.ExitStack) -> None:
+        """Enters what watches a recorded step. What is entered later ends earlier."""
+        optimizer = probes.enter_context(OptimizerStep(self.optimizer))
+        if self.weight is not None:
+            modules = probes.enter_context(ModuleCalls())
+            engine = probes.enter_context(EngineRuns())
+            lifeline = Lifeline(self.weight, modules, engine, optimizer)
+            probes.callback(self._keep_lifeline, lifeline)
+            lifeline.begin(step)
+            probes.callback(lifeline.end)
+        calls = probes.enter_context(CollectiveProbe(step, optimizer))
+        probes.callback(lambda: self.collectives.extend(calls.rows()))
+
+    def _keep_lifeline(self, lifeline: Lifeline) -> None:
+        found = lifeline.to_dict()
+        if self.lifeline is None:
+            self.lifeline = found
+        else:
+            self.lifeline["events"] += found["events"]
 
     def extra(self) -> dict[str, Any]:
         """Optional parts of a rank file: kernels, records, timeline, memory_events."""

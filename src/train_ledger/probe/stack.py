@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import os
 import sys
 from types import CodeType, FrameType
@@ -28,6 +27,9 @@ _PASS_ON = (
     "typing_extensions.py",
     "contextlib.py",
 )
+#: Libraries of collectives under a framework: their caller is the site, if there is one.
+_LIBRARIES = ("spmd_types/",)
+_WRAPPERS = ("__call__", "__torch_function__", "wrapper", "wrapped_fn", "inner", "decorate_context")
 _MODULE_CALLS = ("_call_impl", "_wrapped_call_impl")
 
 
@@ -54,40 +56,34 @@ def _in_module_call(code: CodeType) -> bool:
     return code.co_name in _MODULE_CALLS and relative(code.co_filename) == "torch/nn/modules/module.py"
 
 
-def code_of(method: tuple[object, str] | None) -> CodeType | None:
-    """The code object of (object, method name), below all decorators; None where there is no Python code."""
-    if method is None:
-        return None
-    function = inspect.unwrap(getattr(*method))
-    return getattr(getattr(function, "__func__", function), "__code__", None)
-
-
-def call_site(frame: FrameType | None, optimizer: CodeType | None = None) -> tuple[str, str]:
+def call_site(frame: FrameType | None) -> tuple[str, str]:
     """Site and phase of a call.
 
     Args:
         frame: the innermost frame.
-        optimizer: the code of the optimizer's step, from `code_of`.
 
     Returns:
-        `file:function` of the innermost frame that does not merely pass the call on, and the phase: `optimizer` inside
-        of the optimizer's step; `backward` inside of the autograd engine or of a function named `backward`,
-        recomputation of activations included; `forward` inside of a module; else `step`.
+        `file:function` of the innermost frame that does not merely pass the call on, and the phase: `backward` inside
+        of the autograd engine or of a function named `backward`, recomputation of activations included; `forward`
+        inside of a module; else `step`.
     """
-    site, inside = "", set()
+    site, wrapper, inside = "", "", set()
     while frame is not None:
         code = frame.f_code
-        if not site and not _passes_on(code.co_filename):
-            site = f"{relative(code.co_filename)}:{code.co_name}"
-        if code is optimizer:
-            inside.add("optimizer")
-        elif code.co_name in ("backward", "_engine_run_backward"):
+        if code.co_name in ("backward", "_engine_run_backward"):
             inside.add("backward")
         elif _in_module_call(code):
             inside.add("forward")
+        if not site and code.co_name not in _WRAPPERS and not _passes_on(code.co_filename):
+            here = f"{relative(code.co_filename)}:{code.co_name}"
+            if not here.startswith(_LIBRARIES):
+                site = here
+            elif not wrapper:
+                wrapper = here
+        if code.co_name == "_engine_run_backward" and wrapper:
+            site = site or wrapper  # below the engine nobody in Python called: the library is all that is known
         frame = frame.f_back
-    if "optimizer" in inside:
-        return site, "optimizer"
+    site = site or wrapper
     # On CUDA the engine runs on threads of its own, where no Python frame says `backward`.
     if "backward" in inside or torch._C._current_graph_task_id() != -1:
         return site, "backward"
