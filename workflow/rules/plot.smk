@@ -7,6 +7,7 @@ rule plot:
         [f"results/{COMPARISON}/reconcile/{table}.csv" for table in TABLES],
         of_runs("results/{comparison}/predict/{run}.json"),
         of_runs("results/{comparison}/predict/{run}.json", PAPER),
+        PARITY,
     output:
         report(
             directory(f"results/{COMPARISON}/figures"),
@@ -24,8 +25,7 @@ rule plot:
     resources:
         mem_mb=2000,
     params:
-        results=f"results/{COMPARISON}",
-        paper=f"results/{PAPER}" if PAPER else None,
+        paper=PAPER,
     message:
         f"Drawing the figures of {COMPARISON}"
     script:

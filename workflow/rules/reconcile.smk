@@ -30,7 +30,8 @@ rule reconcile:
 
 rule verdict:
     input:
-        differences=f"results/{COMPARISON}/reconcile/differences.txt",
+        differences=[f"results/{COMPARISON}/reconcile/differences.txt"]
+        + [f for f in PARITY if f.endswith("differences.txt")],
         report=f"results/{COMPARISON}/report.html",
     output:
         f"results/{COMPARISON}/verdict.txt",

@@ -1,6 +1,6 @@
-"""Fails when the reconciliation found a difference.
+"""Fails when the reconciliation or the parity stage found a difference.
 
-By hand: python workflow/scripts/verdict.py DIFFERENCES.txt OUT.txt
+By hand: python workflow/scripts/verdict.py OUT.txt DIFFERENCES.txt ...
 """
 
 import sys
@@ -12,20 +12,28 @@ from train_ledger.spec.errors import LedgerError
 from train_ledger.spec.io import write_text
 
 
-def main(differences: str, out: str) -> None:
-    """Prints the verdict, and each difference; writes the verdict only when there is none.
+def main(out: str, *differences: str) -> None:
+    """Prints each stage's verdict, and each difference; writes the verdicts only when there is no difference.
+
+    Args:
+        differences: files of a verdict and a line a difference, from the stages `reconcile` and `parity`.
 
     Raises:
         LedgerError: something is not explained.
     """
-    verdict, *lines = Path(differences).read_text(encoding="utf-8").splitlines()
-    for line in lines:
-        print(f"differs: {line}", file=sys.stderr)
-    if lines:
-        raise LedgerError(f"not reconciled: {verdict}; the report shows what differs")
-    print(f"reconciled: {verdict}", file=sys.stderr)
-    write_text(out, verdict + "\n")
+    verdicts, wrong = [], []
+    for file in differences:
+        verdict, *lines = Path(file).read_text(encoding="utf-8").splitlines()
+        verdicts.append(verdict)
+        wrong += [verdict] if lines else []
+        for line in lines:
+            print(f"differs: {line}", file=sys.stderr)
+    if wrong:
+        raise LedgerError(f"not reconciled: {'; '.join(wrong)}; the report shows what differs")
+    for verdict in verdicts:
+        print(verdict, file=sys.stderr)
+    write_text(out, "\n".join(verdicts) + "\n")
 
 
 if __name__ == "__main__":
-    stage.run(main, globals().get("snakemake"), lambda job: (job.input.differences, job.output[0]))
+    stage.run(main, globals().get("snakemake"), lambda job: (job.output[0], *job.input.differences))

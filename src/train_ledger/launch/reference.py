@@ -11,10 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from train_ledger.spec.errors import LaunchError
 from train_ledger.spec.model import ModelShape, canonical_tensors
@@ -141,11 +143,16 @@ def forward(model: ModelShape, w: dict[str, Tensor], tokens: Tensor, parts: int 
     if model.position_embedding == "learned":
         x = x + w["model.embed_positions.weight"][: tokens.shape[1]]
     for i in range(model.num_layers):
-        at = f"model.layers.{i}"
-        x = x + _attention(model, w, f"{at}.self_attn", _norm(model, w, f"{at}.input_layernorm", x), parts)
-        x = x + _mlp(model, w, f"{at}.mlp", _norm(model, w, f"{at}.post_attention_layernorm", x), parts)
+        # On a GPU layers are computed again in the backward: at sequence 8192 the activations of all would not fit.
+        layer = partial(_layer, model, w, f"model.layers.{i}", parts=parts)
+        x = checkpoint(layer, x, use_reentrant=False) if x.is_cuda else layer(x)
     head = w["model.embed_tokens.weight" if model.tie_embeddings else "lm_head.weight"]
     return _columns(_norm(model, w, "model.norm", x), head, None, parts)
+
+
+def _layer(model: ModelShape, w: dict[str, Tensor], at: str, x: Tensor, parts: int) -> Tensor:
+    x = x + _attention(model, w, f"{at}.self_attn", _norm(model, w, f"{at}.input_layernorm", x), parts)
+    return x + _mlp(model, w, f"{at}.mlp", _norm(model, w, f"{at}.post_attention_layernorm", x), parts)
 
 
 def _columns(x: Tensor, weight: Tensor, bias: Tensor | None, parts: int) -> Tensor:
