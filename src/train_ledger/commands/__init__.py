@@ -27,6 +27,9 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     native.add_argument("--hf-config", metavar="FILE", help="a model's Hugging Face config.json")
     native.add_argument("--torchtitan", metavar="MODULE:FUNCTION", help="function that returns a Trainer.Config")
     native.add_argument("--world-size", metavar="N", help="ranks, one a GPU")
+    native.add_argument(
+        "--without", metavar="NAME", action="append", default=[], help="leave out this flag or key though not modelled"
+    )
 
 
 def run_from(args: argparse.Namespace) -> Run:
@@ -84,10 +87,19 @@ def _native(args: argparse.Namespace, way: str, overrides: dict[str, Any]) -> Ru
     if args.comparison:
         raise ConfigError("goes with a run file only", key="--comparison")
     found = interop.read(
-        way, getattr(args, way), world_size=args.world_size, hf_config=args.hf_config, overrides=overrides
+        way,
+        getattr(args, way),
+        world_size=args.world_size,
+        hf_config=args.hf_config,
+        overrides=overrides,
+        without=args.without,
     )
+    for name in args.without:
+        print(f"left out as asked, so the prediction may be wrong: {name}", file=sys.stderr)
     if found.ignored:
-        print(f"ignored, since it changes neither bytes nor calls: {', '.join(found.ignored)}", file=sys.stderr)
+        print(f"ignored, since they change neither bytes nor calls: {', '.join(found.ignored)}", file=sys.stderr)
+    for note in found.notes:
+        print(f"note: {note}", file=sys.stderr)
     return found.run
 
 

@@ -1,0 +1,114 @@
+"""What people already have, as runs, and runs as what the frameworks' own users write.
+
+Reads Megatron-LM's flags, DeepSpeed's ds_config.json with a Hugging Face config.json, torchtitan's `Trainer.Config`.
+A flag or key that could change bytes or calls and is not modelled is refused by name; those that cannot are listed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from train_ledger.spec.config import load_model, merge, model_shape, resolve_run
+from train_ledger.spec.errors import ConfigError
+from train_ledger.spec.run import Run
+
+
+@dataclass(frozen=True)
+class Native:
+    """A native configuration in the words of a run file.
+
+    `data` is what a run file would hold, `model` what a model file would (None: named elsewhere). `ignored` are the
+    flags and keys that change neither bytes nor calls, `notes` what a reader must know. `called` maps our keys to the
+    framework's own names, for errors.
+    """
+
+    data: Mapping[str, Any]
+    model: Mapping[str, Any] | None
+    ignored: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    called: Mapping[str, str] | None = None
+
+
+@dataclass(frozen=True)
+class Found:
+    """A run that was read from a native configuration."""
+
+    run: Run
+    ignored: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+def read(
+    way: str,
+    value: str,
+    *,
+    world_size: str | None,
+    hf_config: str | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    without: Iterable[str] = (),
+) -> Found:
+    """A run from what `value` names.
+
+    Args:
+        way: `megatron_args` (a file), `deepspeed` (ds_config.json) or `torchtitan` (MODULE:FUNCTION).
+        world_size: ranks, as typed.
+        hf_config: a model's config.json; for `deepspeed`.
+        overrides: keys of a run file that go before what was read; `model` names a model of config/models.
+        without: flags or keys to leave out though they are not modelled.
+
+    Raises:
+        ConfigError: names the file or the option, and the flag or key.
+    """
+    size = _positive(world_size, "--world-size")
+    overrides = dict(overrides or {})
+    leave_out = {w.lstrip("-") for w in without}
+    if way == "megatron_args":
+        from .megatron import read_native
+    elif way == "deepspeed":
+        from .deepspeed import read_native
+    else:
+        from .torchtitan import read_native
+    native = read_native(value, size, leave_out)
+    named = overrides.get("model")
+    shape = None
+    notes = native.notes
+    if named is None and hf_config is not None:
+        from .hf import read_config
+
+        found = read_config(hf_config)
+        shape = model_shape(file_name(hf_config), found.model or {}, hf_config)
+        native = Native(native.data, found.model, native.ignored + found.ignored, notes + found.notes, native.called)
+    elif named is None:
+        if native.model is None:
+            raise ConfigError("says nothing of the model; give --hf-config FILE or --model M", file=value)
+        shape = model_shape(file_name(value), native.model, value)
+    else:
+        shape = load_model(str(named), "config")
+    data = merge(native.data, overrides)
+    data.pop("model", None)
+    try:
+        run = resolve_run(file_name(value), data, value, "config", overrides, model=shape)
+    except ConfigError as e:
+        known = (native.called or {}).get(e.key or "")
+        if known and str(e.file) == value:
+            raise ConfigError(e.message, file=value, key=known) from e
+        raise
+    return Found(run, native.ignored, native.notes)
+
+
+def file_name(path: str) -> str:
+    """A name for what a path or a MODULE:FUNCTION holds, fit to be a file's."""
+    stem = Path(path).stem if ":" not in path else path.rpartition(":")[2]
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip(".-_")[:100] or "native"
+
+
+def _positive(text: str | None, option: str) -> int:
+    if text is None:
+        raise ConfigError("is needed, since the file does not say how many ranks there are", key=option)
+    if not (text.isascii() and text.isdigit() and len(text) <= 12 and int(text) > 0):
+        raise ConfigError(f"{text[:50]!r} is not a count of ranks", key=option)
+    return int(text)
