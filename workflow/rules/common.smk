@@ -1,6 +1,7 @@
 """What the rules share: the plan (every run, resolved and checked) and what each rule may see of it."""
 
 import json
+import re
 import sys
 import time
 from pathlib import Path
@@ -11,10 +12,12 @@ sys.path.insert(0, str(ROOT / "src"))
 from train_ledger.spec.errors import LedgerError
 from train_ledger.workflow import envs, resume, slurm
 from train_ledger.workflow.plan import load_plan
+from train_ledger.workflow.site import load_site
 
 envs.use_this_python()
 try:
     PLAN = load_plan(config)
+    SITE = load_site(ROOT / "profiles/slurm/site.yaml")
     ENVIRONMENTS = {
         run.framework: envs.identity(ROOT / f"envs/{run.framework}.yaml")
         for run in PLAN.runs.values()
@@ -43,6 +46,11 @@ def run_json(wildcards):
     return json.dumps(run_of(wildcards).to_dict(), sort_keys=True)
 
 
+def one_of(names):
+    """A wildcard's pattern for these names and no other."""
+    return "|".join(re.escape(name) for name in names) or "(?!)"
+
+
 def of_runs(pattern, comparison=COMPARISON):
     """One file for each run of a comparison."""
     return [
@@ -62,7 +70,10 @@ def start():
         return
     try:
         if plugin.name == "slurm":
-            workflow.executor_settings.jobname_prefix = slurm.prefix()
+            slurm.configure(workflow.executor_settings, SITE.reservation)
+            # A job may meet a bad host or ask for too little; a stage on this machine fails alike again.
+            for rule in ("launch", "launch_hosts"):
+                workflow.get_rule(rule).restart_times = 1
         resume.begin(PLAN, ENVIRONMENTS, plugin.name)
     except LedgerError as e:
         sys.exit(f"train-ledger: {e}")

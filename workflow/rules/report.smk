@@ -1,12 +1,33 @@
-"""report"""
+"""report: one page that opens anywhere, and every table of it as CSV and LaTeX."""
 
 
 rule report:
     input:
+        f"results/{COMPARISON}/figures",
         f"results/{COMPARISON}/reconcile/runs.json",
+        [f"results/{COMPARISON}/reconcile/{table}.csv" for table in TABLES],
+        of_runs("results/{comparison}/predict/{run}.json"),
         of_runs("results/{comparison}/predict/{run}.json", PAPER),
         PARITY,
     output:
-        f"results/{COMPARISON}/report.html",
-    shell:
-        "touch {output}"
+        page=report(
+            f"results/{COMPARISON}/report.html",
+            caption="../report/page.rst",
+            category="Report",
+        ),
+        tables=directory(f"results/{COMPARISON}/tables"),
+    log:
+        f"logs/{COMPARISON}/report.log",
+    benchmark:
+        f"logs/{COMPARISON}/report.tsv"
+    conda:
+        "../../envs/workflow.yaml"
+    threads: 1
+    resources:
+        mem_mb=2000,
+    params:
+        paper=PAPER,
+    message:
+        f"Writing the report of {COMPARISON}"
+    script:
+        "../scripts/report.py"

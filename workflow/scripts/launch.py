@@ -5,19 +5,29 @@ By hand: python workflow/scripts/launch.py --run "$(cat resolved-run.json)" --ou
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import stage
 
-from train_ledger.launch import launcher
 from train_ledger.spec.errors import LedgerError
 from train_ledger.spec.run import Run
-from train_ledger.workflow import hosts, slurm, twins
+from train_ledger.workflow import slurm, twins
+
+
+def command(job: Any) -> list[str]:
+    """The command line for a Snakemake job."""
+    words = ["--run", job.params.run, "--env", job.params.env, "--timeout-s", str(job.resources.timeout_s)]
+    words += ["--out", str(Path(job.output[0]).parent), "--log", job.log[0], "--nodes", str(job.resources.nodes)]
+    if job.input.get("weights"):
+        words += ["--weights", str(job.input.weights), "--export"]
+    return [sys.executable, __file__, *words]
 
 
 def main() -> int:
-    """Exit code 0 when every rank finished, 1 when not, 2 for bad input."""
+    """Exit code 0 when every rank finished, else 1."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--run", required=True, help="a resolved run (Run.to_dict) as JSON text")
     parser.add_argument("--out", required=True, type=Path, help="folder for rank<r>.json and run.json")
@@ -32,17 +42,30 @@ def main() -> int:
     with stage.kept(args.log):
         try:
             with twins.alone(args.out, run.sha256(), args.env) as already_done:
-                if already_done:
-                    return 0
-                if args.nodes > 1 and slurm.nodes_of_this_job() == args.nodes:
-                    hosts.launch(run, args.out, args.timeout_s, args.weights, args.export, args.nodes)
-                else:
-                    launcher.launch(run, args.out, args.timeout_s, args.weights, export=args.export)
+                if not already_done:
+                    train(run, args)
         except LedgerError as e:
             print(f"train-ledger launch: {run.name}: {e}", file=sys.stderr, flush=True)
             return 1
     return 0
 
 
+def train(run: Run, args: argparse.Namespace) -> None:
+    """Across the hosts of the Slurm job that this is in, when the run needs several; else on this machine."""
+    if args.nodes > 1 and slurm.nodes_of_this_job() == args.nodes:
+        from train_ledger.workflow import hosts
+
+        hosts.launch(run, args.out, args.timeout_s, args.weights, args.export, args.nodes)
+    else:
+        from train_ledger.launch.launcher import launch
+
+        launch(run, args.out, args.timeout_s, args.weights, export=args.export)
+
+
 if __name__ == "__main__":
+    snakemake_job = globals().get("snakemake")
+    if snakemake_job:
+        # A process of its own: Snakemake puts its own packages on this one's path, which the framework must not see.
+        words = command(snakemake_job)
+        os.execv(words[0], words)
     sys.exit(main())

@@ -18,7 +18,8 @@ from train_ledger.spec.errors import LaunchError
 
 from . import twins
 
-POLL_S = 3.0
+POLL_S = 2.0
+MIN_JOB_AGE_S = 200
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,40 @@ def ours() -> list[Job]:
     return found
 
 
+def configure(settings: Any, reservation: str | None) -> None:
+    """Settles what the executor plugin would guess: the jobs' names, and which command tells what became of a job.
+
+    With accounting off, sacct never answers and Snakemake would wait for ever; without it squeue must remember finished
+    jobs for longer than the plugin's longest pause between two looks (180 s).
+
+    Raises:
+        LaunchError: no Slurm here, or neither command can tell.
+    """
+    if not available():
+        raise LaunchError("sbatch and squeue are not on PATH: this is no machine from which jobs can be sent to Slurm")
+    settings.jobname_prefix = prefix()
+    settings.reservation = reservation or settings.reservation
+    if accounting():
+        settings.status_command = "sacct"
+        return
+    words = next((line for line in ask("scontrol", "show", "config").splitlines() if line.startswith("MinJobAge")), "")
+    age_s = int("".join(c for c in words.partition("=")[2] if c.isdigit()) or 0)
+    if age_s < MIN_JOB_AGE_S:
+        raise LaunchError(
+            f"Slurm's accounting is off, and it forgets finished jobs after {age_s} s (MinJobAge), so nothing can tell "
+            f"how a job ended; accounting, or a MinJobAge of {MIN_JOB_AGE_S} s or more, is needed"
+        )
+    settings.status_command = "squeue"
+
+
+def accounting() -> bool:
+    """Whether sacct answers."""
+    try:
+        return subprocess.run(["sacct", "-n", "-X"], capture_output=True, timeout=60, check=False).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+
+
 def nodes_of_this_job() -> int:
     """Hosts of the Slurm job that this process is in; 0 outside of any.
 
@@ -103,7 +138,7 @@ def settle(wanted: Mapping[tuple[str, str], Mapping[str, Any]]) -> None:
     """
     if not available():
         raise LaunchError("sbatch and squeue are not on PATH: this is no machine from which jobs can be sent to Slurm")
-    runs = {comment("launch", *key): key for key in wanted}
+    runs = {comment(rule, *key): key for key in wanted for rule in ("launch", "launch_hosts")}
     shown: dict[str, str] = {}
     cancelled: set[str] = set()
     while jobs := ours():
