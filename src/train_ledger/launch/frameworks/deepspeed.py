@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -31,6 +32,8 @@ def warm_up() -> None:
     import deepspeed
 
     deepspeed.utils.logger.setLevel(logging.WARNING)
+    # DeepSpeed calls torch's collectives by their old names; one warning a call would bury what a log has to say.
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
 
 
 def build(run: Run, rank: Rank) -> Session:

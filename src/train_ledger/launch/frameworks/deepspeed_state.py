@@ -129,6 +129,11 @@ def load(engine: Any, param: nn.Parameter, value: Tensor) -> None:
         param.ds_tensor.narrow(0, 0, piece.numel()).copy_(piece)
     else:
         param.copy_(value)
+    if kind(engine) == "ddp":
+        # Stage 0's optimizer steps once, on zero gradients, when it is made (unfused_optimizer.py:
+        # initialize_optimizer_states): AdamW would count one step more than was trained, and correct its bias for that.
+        for entry in engine.optimizer.optimizer.state.values():
+            entry["step"].zero_()
 
 
 def gather_master(engine: Any, param: nn.Parameter, owner: int) -> Tensor:
