@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from train_ledger.predict.table import collectives_by_kind, columns, group_sizes
+from train_ledger.predict.table import WIDTH, collectives_by_kind, columns, group_sizes
 from train_ledger.spec.ledger import Prediction, RankLedger
 
 
@@ -100,7 +101,10 @@ def difference_table(d: Difference, names: Sequence[str]) -> str:
     total = [sum(c.before_bytes for c in d.containers), sum(c.after_bytes for c in d.containers)]
     rows.append(["all containers", "", *_numbers(*total)])
     parts = [
-        f"before: {names[0]}, rank {d.before_rank}\nafter:  {names[1]}, rank {d.after_rank}",
+        "\n".join(
+            textwrap.fill(f"{side}: {name}, rank {rank}", WIDTH, subsequent_indent="    ")
+            for side, name, rank in (("before", names[0], d.before_rank), ("after", names[1], d.after_rank))
+        ),
         f"(each by the rank that keeps most; {len(d.containers) - len(changed)} containers are equal)",
         columns(rows, "<<>>>>"),
     ]

@@ -133,8 +133,9 @@ def twice(case: Case) -> str:
     """Why are the reduce-scatter bytes twice the all-gather bytes?"""
     gathers, scatters = case.calls("all_gather"), case.calls("reduce_scatter")
     if not gathers or not scatters:
-        sent = ", ".join(sorted({c.op for c in case.ledger.collectives if c.group in DATA_GROUPS})) or "nothing"
-        return f"They are not in this run: over data parallel it sends {sent}."
+        ops = sorted({c.op for c in case.ledger.collectives if c.group in DATA_GROUPS})
+        sent = ", ".join(f"{op} {fmt_auto(payload(case.calls(op)))}" for op in ops) or "nothing"
+        return f"Not both are in this run: over data parallel ({case.run.parallel.data_parallel}) it sends {sent}."
     a, b = gathers[0].dtype, scatters[0].dtype
     why = (
         "Gradients are reduced in fp32 (4 bytes), parameters gathered in bf16 (2 bytes): twice for each pass over them"

@@ -1,0 +1,223 @@
+"""The command line: what it prints, how it fails, and how fast it starts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from train_ledger import cli
+from train_ledger.spec.config import load_comparison
+from train_ledger.spec.io import read_json
+
+ROOT = Path(__file__).parents[2]
+RUNS = ROOT / "config/runs"
+MEGATRON, DEEPSPEED, TORCHTITAN = (
+    str(RUNS / f"{name}.yaml") for name in ("megatron-tp2-pp2-dp2", "deepspeed-zero3-dp8", "torchtitan-fsdp4-tp2")
+)
+ALL_RUNS = sorted(str(p) for p in RUNS.glob("*.yaml"))
+LAPTOP_RUNS = [str(RUNS / f"{name}.yaml") for name in load_comparison("laptop", ROOT / "config").runs]
+
+
+def run(capsys, *argv: str, code: int = 0) -> str:
+    """What the command prints on stdout, or on stderr where it fails."""
+    assert cli.main(list(argv)) == code
+    out = capsys.readouterr()
+    if code:
+        assert len(out.err.splitlines()) == 1, out.err
+        return out.err
+    return out.out
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        (MEGATRON, {0: 4_495_638_528, 3: 4_495_638_528, 4: 4_495_663_104, 7: 4_495_663_104}),
+        (TORCHTITAN, dict.fromkeys(range(8), 2_997_100_544)),
+    ],
+)
+def test_state_of_the_paper_runs(capsys, path, expected):
+    data = json.loads(run(capsys, "predict", path, "--model", "llama3.2-1b", "--format", "json"))
+    state = {r["rank"]: r["state_bytes"] for r in data["ranks"]}
+    assert len(state) == data["world_size"] == 8
+    assert {rank: state[rank] for rank in expected} == expected
+
+
+def test_resident_of_the_deepspeed_run(capsys):
+    data = json.loads(run(capsys, "predict", DEEPSPEED, "--model", "llama3.2-1b", "--format", "json"))
+    assert {r["resident_bytes"] for r in data["ranks"]} == {3_097_100_557}
+
+
+@pytest.mark.parametrize("path", LAPTOP_RUNS)
+def test_json_is_the_pipelines_file(capsys, tmp_path, path):
+    file = tmp_path / "predict.json"
+    file.write_text(run(capsys, "predict", path, "--comparison", "laptop", "--format", "json"))
+    data = read_json(file, "train-ledger/predict/1", "predict")
+    for rank in data["ranks"]:
+        assert rank["resident_bytes"] == sum(c["bytes"] for c in rank["containers"])
+
+
+@pytest.mark.parametrize("path", ALL_RUNS)
+@pytest.mark.parametrize("more", [[], ["--model", "laptop"], ["--device", "h200"], ["--step", "first"]])
+def test_tables_fit_a_page(capsys, path, more):
+    text = run(capsys, "predict", path, *more)
+    assert max(len(line) for line in text.splitlines()) <= 100
+    for word in ("param", "exp_avg_sq", "the code that allocates them", "GiB"):
+        assert word in text
+    assert max(len(line) for line in run(capsys, "groups", path).splitlines()) <= 100
+
+
+def test_alike_ranks_are_printed_once(capsys):
+    text = run(capsys, "predict", MEGATRON)
+    assert text.count("Calls of one step, rank 0-3") == 1
+    assert text.count("Calls of one step, rank 4-7") == 1
+    assert "4,495,638,528" in text
+
+
+def test_rank_selects(capsys):
+    data = json.loads(run(capsys, "predict", MEGATRON, "--rank", "5", "--rank", "2", "--format", "json"))
+    assert [r["rank"] for r in data["ranks"]] == [5, 2]
+    data = json.loads(run(capsys, "predict", MEGATRON, "--rank", "distinct", "--format", "json"))
+    assert sum(c["count"] for c in data["rank_classes"]) == 8
+    assert [c["rank"] for c in data["rank_classes"]] == [r["rank"] for r in data["ranks"]]
+
+
+def test_comparison_overrides_as_the_workflow_does(capsys):
+    from train_ledger.predict import predict
+
+    for name, resolved in load_comparison("laptop", ROOT / "config").runs.items():
+        data = json.loads(
+            run(capsys, "predict", str(RUNS / f"{name}.yaml"), "--comparison", "laptop", "--format", "json")
+        )
+        assert data == json.loads(json.dumps(predict(resolved).to_dict()))
+
+
+def test_set_and_seq_length_go_first(capsys):
+    base = json.loads(run(capsys, "predict", MEGATRON, "--format", "json"))
+    less = json.loads(run(capsys, "predict", MEGATRON, "--seq-length", "4096", "--format", "json"))
+    assert less["ranks"][0]["state_bytes"] == base["ranks"][0]["state_bytes"]
+    assert less["ranks"][0]["resident_bytes"] < base["ranks"][0]["resident_bytes"]
+    one = json.loads(run(capsys, "predict", MEGATRON, "--set", "global_batch=2", "--format", "json"))
+    assert sum(c["count"] for c in one["ranks"][0]["collectives"]) < 100
+
+
+def test_groups_of_a_rank(capsys):
+    data = json.loads(run(capsys, "groups", MEGATRON, "--rank", "5", "--format", "json"))
+    assert data["groups"]
+    assert all(5 in g["ranks"] for g in data["groups"])
+    assert {"name": "tp", "ranks": [4, 5]} in data["groups"]
+
+
+def test_device_adds_readings(capsys):
+    data = json.loads(run(capsys, "predict", DEEPSPEED, "--device", "h200", "--rank", "0", "--format", "json"))
+    reading = data["device"]["ranks"][0]
+    assert reading["requested_bytes"] == 3_164_274_961 - 65_544  # less the batch that the measuring script held
+    assert "It does not fit" in run(capsys, "predict", DEEPSPEED, "--model", "llama3-405b", "--device", "h100")
+
+
+def test_diff_by_set_and_by_file(capsys):
+    text = run(capsys, "diff", DEEPSPEED, "--set", "deepspeed.zero_optimization.stage=2")
+    assert max(len(line) for line in text.splitlines()) <= 100
+    assert "reduce_bucket" in text
+    data = json.loads(run(capsys, "diff", MEGATRON, TORCHTITAN, "--format", "json"))
+    grad = next(c for c in data["containers"] if c["name"] == "grad")
+    assert grad["before_bytes"] == 2 * grad["after_bytes"] + 4_096
+    same = json.loads(run(capsys, "diff", MEGATRON, MEGATRON, "--format", "json"))
+    assert all(c["before_bytes"] == c["after_bytes"] for c in same["containers"])
+    assert all(c["before_count"] == c["after_count"] for c in same["calls"])
+
+
+@pytest.mark.parametrize("path", ALL_RUNS)
+def test_explain_answers_every_question(capsys, path):
+    from train_ledger.predict.explain import QUESTIONS, explain
+    from train_ledger.spec.config import load_run
+
+    assert set(QUESTIONS) == {line.split()[0] for line in run(capsys, "explain", "list").splitlines()}
+    for question in QUESTIONS:
+        answer = explain(question, load_run(path))
+        assert 1 <= len(answer.splitlines()) <= 2, (question, answer)
+        assert any(c.isdigit() for c in answer), (question, answer)
+    assert max(len(line) for line in run(capsys, "explain", "where", path).splitlines()) <= 100
+
+
+def test_explain_from_the_numbers_of_the_run(capsys):
+    assert "reduce_bucket_size" in run(capsys, "explain", "stages", DEEPSPEED)
+    assert "2.00 times" in run(capsys, "explain", "twice", MEGATRON)
+    assert "18 bytes an element" in run(capsys, "explain", "per-parameter", MEGATRON)
+    assert "16 bytes an element" in run(capsys, "explain", "per-parameter", DEEPSPEED)
+    assert "2.997 GB -> 5.994 GB" in " ".join(run(capsys, "explain", "accumulation", DEEPSPEED).split())
+    assert "1,498,482,688 counted, 1,235,814,400 trained" in run(capsys, "explain", "tied", DEEPSPEED)
+    # Half of the followed weight's master is on each tensor-parallel rank, and all of a half on one data-parallel rank.
+    assert "2,097,152 elements on each rank of 0-1" in run(capsys, "explain", "where", MEGATRON)
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["predict"], "give RUN.yaml"),
+        (["predict", "no-such.yaml"], "no-such.yaml: cannot be read"),
+        (["predict", str(RUNS)], "cannot be read: Is a directory"),
+        (["predict", MEGATRON, "--rank", "8"], "8 is not a rank of a world of 8"),
+        (["predict", MEGATRON, "--rank", "-1"], "is not a rank"),
+        (["predict", MEGATRON, "--rank", "1e3"], "is not a rank"),
+        (["predict", MEGATRON, "--model", "../x"], "--model: model: '../x' is not a name"),
+        (["predict", MEGATRON, "--seq-length", "many"], "--seq-length: seq_length: 'many' is not of type"),
+        (["predict", MEGATRON, "--set", "parallel.tensor_parallel=3"], "world_size"),
+        (["predict", MEGATRON, "--set", "paralel.x=3"], "--set: paralel: unknown key"),
+        (["predict", MEGATRON, "--set", "steps"], "--set: 'steps' is not key=value"),
+        (["predict", MEGATRON, "--set", "steps=.nan"], "--set: steps: nan"),
+        (["predict", MEGATRON, "--device", "tpu"], "--device: there is no device 'tpu'"),
+        (["predict", MEGATRON, "--comparison", "../x"], "comparison: '../x' is not a name"),
+        (["predict", MEGATRON, "--world-size", "8"], "--world-size"),
+        (["predict", MEGATRON, "--deepspeed", "x.json"], "give RUN.yaml, or one of"),
+        (["groups", MEGATRON, "--rank", "99"], "is not a rank of a world of 8"),
+        (["diff", MEGATRON], "give a second run"),
+        (["explain", "why", MEGATRON], "is not a question"),
+    ],
+)
+def test_a_mistake_is_one_line(capsys, argv, words):
+    assert words in run(capsys, *argv, code=2)
+
+
+def test_a_comparisons_override_is_blamed_on_the_comparison(capsys, tmp_path):
+    for part in ("models", "runs", "comparisons"):
+        (tmp_path / part).mkdir()
+    (tmp_path / "models/laptop.yaml").write_text((ROOT / "config/models/laptop.yaml").read_text())
+    path = tmp_path / "runs/a.yaml"
+    path.write_text((ROOT / "config/runs/megatron-tp2-pp2-dp2.yaml").read_text())
+    comparison = tmp_path / "comparisons/c.yaml"
+    for override, words in (
+        ("{parallel: {tensor_parallel: none}}", "c.yaml: runs.a.parallel.tensor_parallel: 'none' is not"),
+        ("{megatron: {bucket: 1}}", "c.yaml: runs.a.megatron.bucket: unknown key"),
+        ("{parallel: {tensor_parallel: 4}}", "c.yaml runs it): world_size: is 8, but"),
+    ):
+        comparison.write_text(f"model: laptop\nruns:\n  a: {override}\n")
+        assert words in run(capsys, "predict", str(path), "--comparison", "c", code=2)
+
+
+def test_starts_fast_and_without_torch():
+    program = (
+        "import sys; from train_ledger.cli import main; code = main(sys.argv[1:]); "
+        "heavy = {'torch', 'numpy', 'pandas', 'megatron', 'deepspeed', 'torchtitan'} & set(sys.modules); "
+        "sys.exit(f'imported {heavy}' if heavy else code)"
+    )
+    for argv in (
+        ["predict", DEEPSPEED],
+        ["groups", MEGATRON],
+        ["explain", "where", TORCHTITAN],
+        ["diff", MEGATRON, DEEPSPEED],
+    ):
+        done = subprocess.run([sys.executable, "-c", program, *argv], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+
+
+def test_a_closed_pipe_is_no_error():
+    argv = [sys.executable, "-m", "train_ledger.cli", "predict", MEGATRON]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as done:
+        assert done.stdout is not None
+        done.stdout.close()
+        assert done.stderr is not None
+        assert "Traceback" not in done.stderr.read()
