@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import multiprocessing
 import os
 import traceback
@@ -13,10 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from train_ledger.launch.rendezvous import Rendezvous
+
 
 def on_ranks(world_size: int, function: Callable[[int], Any], timeout_s: float = 60) -> list[Any]:
     """`function(rank)` in each of `world_size` gloo ranks; what they return, by rank (must pickle)."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = Rendezvous(world_size)
     context = multiprocessing.get_context("fork")
     pipes, processes = [], []
     for rank in range(world_size):
@@ -29,12 +30,12 @@ def on_ranks(world_size: int, function: Callable[[int], Any], timeout_s: float =
     try:
         results = [_receive(pipe, rank, timeout_s) for rank, pipe in enumerate(pipes)]
     finally:
-        del store  # a traceback that is kept would keep it, and with it its thread, into the next fork
         for process in processes:
             process.join(0.5)
             if process.is_alive():
                 process.kill()
             process.join()
+        store.close()
     return results
 
 
@@ -48,7 +49,6 @@ def _receive(pipe: Any, rank: int, timeout_s: float) -> Any:
 
 
 def _rank(rank: int, world_size: int, port: int, function: Callable[[int], Any], pipe: Any) -> None:
-    gc.freeze()  # what the parent left must not be collected here: its threads do not exist
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), GLOO_SOCKET_IFNAME="lo")
     torch.set_num_threads(1)
     try:

@@ -122,7 +122,6 @@ def _step_record(rank: Rank, step: int, result: StepResult, record: dict[str, An
 
 def _rank_file(run: Run, rank: Rank, session: Session, steps: list[Any], probe: MemoryProbe) -> dict[str, Any]:
     gc.collect()
-    extra = {k: v for k, v in probe.extra().items() if v}
     return {
         "schema": SCHEMA,
         "run": run.name,
@@ -144,7 +143,7 @@ def _rank_file(run: Run, rank: Rank, session: Session, steps: list[Any], probe: 
         "census": {"step": run.steps, **census((o.container, o.owner, o.tensor) for o in session.owners())},
         "collectives": probe.collectives,
         "lifeline": probe.lifeline,
-        **extra,
+        **probe.extra(),
     }
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
-import gc
 import json
 import os
 import selectors
@@ -99,7 +98,6 @@ def _child(job: Job, make_rank: Callable[[int], Rank], rank: int, pipe: int, par
     """Everything a rank's process does. It never returns into the parent's code."""
     code = 1
     try:
-        gc.freeze()  # what the parent holds (a store with a thread, for one) must not be collected in here
         with contextlib.suppress(OSError):
             os.setpgid(0, 0)
         die_with(parent)

@@ -21,9 +21,11 @@ from typing import Any
 
 import torch
 
+from . import nccl
 from .collectives import CollectiveProbe
 from .lifeline import Lifeline
 from .watch import EngineRuns, ModuleCalls, OptimizerStep
+from .within import MemoryWithin
 
 #: Keys of torch.cuda.memory_stats that are kept at a step boundary. `requested` is what tensors asked for, `allocated`
 #: the same rounded to blocks of 512 bytes, `reserved` what the allocator holds from the driver.
@@ -41,6 +43,13 @@ MEMORY_KEYS = (
 )
 
 
+def _profiler() -> torch.profiler.profile:
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    return torch.profiler.profile(activities=activities, record_shapes=True)
+
+
 class MemoryProbe:
     """Reads one rank. Outside of `profile_steps` it costs two reads of allocator counters a step.
 
@@ -52,7 +61,8 @@ class MemoryProbe:
         package: import name of the framework, for call sites; by default the first frame outside of torch.
         optimizer: (object, method name) of the optimizer step, so that calls in it are told apart.
         weight: the weight to follow (`train_ledger.launch.session.Weight` or anything with its attributes).
-        kernels: read NCCL kernels and their records with torch.profiler.
+        kernels: read NCCL kernels and their records with torch.profiler, in the last of `profile_steps`. If there are
+            several, nothing else is recorded in that one, so that its times are true.
     """
 
     def __init__(
@@ -75,6 +85,10 @@ class MemoryProbe:
         self.records: list[dict[str, Any]] = []
         self.collectives: list[dict[str, Any]] = []
         self.lifeline: dict[str, Any] | None = None
+        self.nccl_kernels: list[dict[str, Any]] = []
+        self.nccl_records: list[dict[str, Any]] = []
+        self.timeline: list[dict[str, Any]] = []
+        self.memory_events: list[dict[str, Any]] = []
 
     @contextlib.contextmanager
     def step(self, step: int) -> Iterator[None]:
@@ -91,14 +105,26 @@ class MemoryProbe:
 
     def _record(self, step: int, probes: contextlib.ExitStack) -> None:
         """Enters what watches a recorded step. What is entered later ends earlier."""
+        if self.kernels and step == max(self.profile_steps):
+            profiler = _profiler()
+            probes.callback(self._read_kernels, step, profiler)
+            probes.enter_context(profiler)
+            if len(self.profile_steps) > 1:
+                return  # the other probes slow the host down, and with it the GPU: times are read from a step without
         optimizer = probes.enter_context(OptimizerStep(self.optimizer))
+        modules = probes.enter_context(ModuleCalls())
+        engine = probes.enter_context(EngineRuns())
         if self.weight is not None:
-            modules = probes.enter_context(ModuleCalls())
-            engine = probes.enter_context(EngineRuns())
             lifeline = Lifeline(self.weight, modules, engine, optimizer)
             probes.callback(self._keep_lifeline, lifeline)
             lifeline.begin(step)
             probes.callback(lifeline.end)
+        # One step is enough to draw, and the first of them is as good as any.
+        if self.device.type == "cuda" and not self.memory_events:
+            within = MemoryWithin(self.device, modules, engine, optimizer)
+            within.begin()
+            probes.callback(lambda: self.memory_events.extend({"step": step, **e} for e in within.events))
+            probes.callback(within.end)
         calls = probes.enter_context(CollectiveProbe(step, optimizer))
         probes.callback(lambda: self.collectives.extend(calls.rows()))
 
@@ -109,9 +135,21 @@ class MemoryProbe:
         else:
             self.lifeline["events"] += found["events"]
 
+    def _read_kernels(self, step: int, profiler: torch.profiler.profile) -> None:
+        events = nccl.read_trace(profiler)
+        self.nccl_kernels += nccl.kernels(events, step)
+        self.nccl_records += nccl.records(events, step)
+        self.timeline.append(nccl.timeline(events, step))
+
     def extra(self) -> dict[str, Any]:
-        """Optional parts of a rank file: kernels, records, timeline, memory_events."""
-        return {}
+        """Those optional parts of a rank file that this probe has read: kernels, records, timeline, memory_events."""
+        parts = {
+            "kernels": self.nccl_kernels,
+            "records": self.nccl_records,
+            "timeline": {"steps": self.timeline} if self.timeline else {},
+            "memory_events": self.memory_events,
+        }
+        return {name: part for name, part in parts.items() if part}
 
     def dump(self, path: str | os.PathLike[str]) -> Path:
         """Writes `<path without suffix>.rank<r>.json`, under a temporary name first."""

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from train_ledger.launch.processes import run_forked
+from train_ledger.launch.rendezvous import Rendezvous
 from train_ledger.launch.session import Rank
 
 from . import Job
@@ -21,12 +22,12 @@ def run_ranks(job: Job) -> None:
     try:
         run_forked(job, lambda rank: make_rank(job, rank, port))
     finally:
-        del store  # also when an error keeps this frame: a later fork must not inherit a store whose thread it lacks
+        store.close()
 
 
-def rendezvous(world_size: int) -> dist.TCPStore:
-    """The store at which ranks meet. It lives in the launching process, on a port that the kernel chose."""
-    return dist.TCPStore("127.0.0.1", 0, world_size + 1, is_master=True, wait_for_workers=False)
+def rendezvous(world_size: int) -> Rendezvous:
+    """The store at which ranks meet; it ends when it is closed or forgotten."""
+    return Rendezvous(world_size)
 
 
 def make_rank(job: Job, rank: int, port: int) -> Rank:
