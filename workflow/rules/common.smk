@@ -72,8 +72,8 @@ def start():
         if plugin.name == "slurm":
             slurm.configure(workflow.executor_settings, SITE.reservation)
             # A job may meet a bad host or ask for too little; a stage on this machine fails alike again.
-            for rule in ("launch", "launch_hosts"):
-                workflow.get_rule(rule).restart_times = 1
+            for name in ("launch", "launch_hosts"):
+                workflow.get_rule(name).restart_times = 1
         resume.begin(PLAN, ENVIRONMENTS, plugin.name)
     except LedgerError as e:
         sys.exit(f"train-ledger: {e}")

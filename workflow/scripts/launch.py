@@ -47,6 +47,9 @@ def main() -> int:
         except LedgerError as e:
             print(f"train-ledger launch: {run.name}: {e}", file=sys.stderr, flush=True)
             return 1
+        except KeyboardInterrupt:  # Ctrl-C, or SIGTERM from Snakemake or Slurm: the ranks are ended by now
+            print(f"train-ledger launch: {run.name}: ended by a signal", file=sys.stderr, flush=True)
+            return 130
     return 0
 
 
