@@ -142,9 +142,7 @@ class MegatronSession:
             forward_only=False,
         )
         _, grad_norm, _ = self.optimizer.step()
-        return StepResult(
-            loss=self._mean_loss(step, reports), grad_norm=float(grad_norm) if run.optimizer.clip_grad else None
-        )
+        return StepResult(loss=self._mean_loss(step, reports), grad_norm=float(grad_norm))
 
     def _batches(self, chunk: torch.nn.Module, step: int) -> Iterator[Batch]:
         """This rank's micro-batches: of each run of samples over data parallel its own, as Megatron's sampler deals
@@ -221,7 +219,10 @@ class MegatronSession:
             yield from self._model_owners(_inner(chunk))
 
     def _optimizer_owners(self) -> Iterator[Owned]:
+        from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
+
         yield Owned("loss_scale", "framework", self.optimizer.get_loss_scale())
+        yield Owned("mtp_loss_scale", "framework", MTPLossAutoScaler.main_loss_backward_scale)
         for param in self.optimizer.get_parameters():
             yield Owned("main_param", "framework", param)
             if param.grad is not None:
@@ -241,10 +242,6 @@ class MegatronSession:
             yield Owned("rope_frequencies", "model", rope.inv_freq)
             # `forward` is cached by its arguments; these are the ones that GPTModel gives, so nothing is made anew.
             yield Owned("rope_cache", "model", rope(self.run.seq_length, packed_seq=False, cp_group=None))
-        if self.run.settings["core_attention"] == "local":
-            from megatron.core.transformer.utils import get_default_causal_mask
-
-            yield Owned("causal_mask", "model", get_default_causal_mask(self.run.seq_length))
 
     def optimizer_steps(self) -> tuple[object, str]:
         """Megatron's optimizer; its `step` clips, updates and, without overlap, gathers parameters."""

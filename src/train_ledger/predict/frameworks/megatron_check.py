@@ -53,7 +53,8 @@ def _model(run: Run) -> None:
                 _refuse(
                     run,
                     "model.rope_scaling",
-                    f"Megatron Core has {key} fixed at {fixed} (rotary_pos_embedding.py:_apply_scaling), not {scaling[key]}",
+                    f"Megatron Core has {key} fixed at {fixed}, not {scaling[key]} "
+                    "(rotary_pos_embedding.py:_apply_scaling)",
                 )
 
 
@@ -70,8 +71,8 @@ def _tensor_parallel(run: Run) -> None:
         _refuse(
             run,
             "parallel.tensor_parallel",
-            f"num_query_groups ({m.num_query_groups}) must be a multiple or divisor of tensor_model_parallel_size ({tp}) "
-            "(transformer_config.py:__post_init__)",
+            f"num_query_groups ({m.num_query_groups}) must be a multiple or divisor of tensor_model_parallel_size "
+            f"({tp}) (transformer_config.py:__post_init__)",
         )
     rows = m.query_size + 2 * m.kv_size
     if rows % tp:
@@ -112,7 +113,8 @@ def _pipeline(run: Run) -> None:
         _refuse(
             run,
             "parallel.pipeline_parallel",
-            f"{rest} layers are not divisible by {stages} pipeline stages (transformer_block.py:get_num_layers_to_build)",
+            f"{rest} layers are not divisible by {stages} pipeline stages "
+            "(transformer_block.py:get_num_layers_to_build)",
         )
     if vp == 1:
         return
@@ -139,7 +141,8 @@ def _data_parallel(run: Run) -> None:
         _refuse(
             run,
             "megatron.overlap_param_gather",
-            "--overlap-param-gather only supported with distributed optimizer (megatron/training/arguments.py:validate_args)",
+            "--overlap-param-gather only supported with distributed optimizer "
+            "(megatron/training/arguments.py:validate_args)",
         )
     if s["overlap_param_gather"] and not s["overlap_grad_reduce"]:
         _refuse(
@@ -167,6 +170,21 @@ def _recompute(run: Run) -> None:
         if layers is None:
             _refuse(run, "megatron.recompute_num_layers", f"must be given with recompute_granularity full {where}")
     else:
+        if "layernorm" in s["recompute_modules"]:
+            _refuse(
+                run,
+                "megatron.recompute_modules",
+                "recomputing layernorm needs Transformer Engine, which this environment has not "
+                "(tensor_parallel/random.py:CheckpointWithoutOutputFunction)",
+            )
+        if "mlp" in s["recompute_modules"] and run.model.mlp_bias:
+            _refuse(
+                run,
+                "megatron.recompute_modules",
+                "recomputing mlp does not work with biases: the bias of the second layer comes out of the checkpointed "
+                "function as it went in, so its backward calls itself without end "
+                "(tensor_parallel/random.py:CheckpointFunction)",
+            )
         if method is not None:
             _refuse(
                 run,

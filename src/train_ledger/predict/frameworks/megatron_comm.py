@@ -204,8 +204,7 @@ def _finalize(plan: Plan, held: tuple[Chunk, ...], stage: int) -> Iterator[Colle
             "step",
             f"{where}:_allreduce_word_embedding_grads",
         )
-    if plan.clip_grad:
-        group = "intra_dist_opt" if plan.distributed_optimizer else "mp"
-        yield Collective(
-            "all_reduce", group, FP32, 1, 1, 1, "grad_norm", "optimizer", "optimizer/clip_grads.py:get_grad_norm_fp32"
-        )
+    # With clipping turned off too: the chained optimizer always asks for the norm.
+    group = "intra_dist_opt" if plan.distributed_optimizer else "mp"
+    rule = "optimizer/optimizer.py:ChainedOptimizer.get_grad_norm"
+    yield Collective("all_reduce", group, FP32, 1, 1, 1, "grad_norm", "optimizer", rule)

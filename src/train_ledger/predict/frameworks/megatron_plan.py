@@ -56,7 +56,6 @@ class Plan:
     local_attention: bool
     first_stage_layers: int | None
     last_stage_layers: int | None
-    clip_grad: bool
 
     @property
     def shards(self) -> int:
@@ -142,7 +141,6 @@ def plan(run: Run) -> Plan:
         local_attention=s["core_attention"] == "local",
         first_stage_layers=s["num_layers_in_first_pipeline_stage"],
         last_stage_layers=s["num_layers_in_last_pipeline_stage"],
-        clip_grad=run.optimizer.clip_grad > 0,
     )
 
 
@@ -154,7 +152,7 @@ def sizes(run: Run) -> dict[str, int]:
 
 
 def stage_layers(plan: Plan, stage: int) -> int:
-    """Transformer layers of a pipeline stage, all its chunks together (transformer_block.py:get_num_layers_to_build)."""
+    """Transformer layers of a stage, all its chunks together (transformer_block.py:get_num_layers_to_build)."""
     if stage == plan.pp - 1 and plan.last_stage_layers is not None:
         return plan.last_stage_layers
     if stage == 0 and plan.first_stage_layers is not None:

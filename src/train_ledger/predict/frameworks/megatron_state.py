@@ -104,6 +104,9 @@ def _rest(plan: Plan, stage: int) -> tuple[Container, ...]:
             "loss_scale", "framework", "float32", {1: 1}, "optimizer/optimizer.py:MixedPrecisionOptimizer.__init__"
         )
     ]
+    # A constant of a class, made when Megatron Core is imported.
+    mtp = "transformer/multi_token_prediction.py:MTPLossAutoScaler"
+    out.append(_container("mtp_loss_scale", "framework", "float32", {1: 1}, mtp, device="cpu"))
     scratch = _scratch_numel(plan)
     if scratch:
         out.append(
@@ -131,9 +134,6 @@ def _rest(plan: Plan, stage: int) -> tuple[Container, ...]:
         out.append(
             _container("rope_frequencies", "model", "float32", {plan.head_dim // 2: len(held)}, f"{cache}.__init__")
         )
-    if plan.local_attention:
-        mask = "transformer/utils.py:get_default_causal_mask"
-        out.append(_container("causal_mask", "model", "bool", {plan.seq * plan.seq: 1}, mask))
     return tuple(out)
 
 
