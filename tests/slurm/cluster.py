@@ -1,4 +1,4 @@
-"""A real Slurm of a few hosts with eight GPUs each, all on this machine, without systemd: started and stopped by process id.
+"""A real Slurm of a few hosts with eight GPUs each, all on this machine; started and stopped by process id.
 
 The GPUs are character devices that Slurm counts and hands out; nothing computes on them.
 """
@@ -27,7 +27,9 @@ def why_not() -> str | None:
     """Why a cluster cannot be started here, with what to do about it; None when it can."""
     missing = [p for p in PROGRAMS if not shutil.which(p, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")]
     if missing:
-        return f"{', '.join(missing)} not found; on Debian or Ubuntu: apt-get install --no-install-recommends {PACKAGES}"
+        return (
+            f"{', '.join(missing)} not found; on Debian or Ubuntu: apt-get install --no-install-recommends {PACKAGES}"
+        )
     if os.geteuid():
         return "the daemons start their jobs as other users, so the tests must run as root (in a container, say)"
     if (SYSTEM / "slurm.conf").exists() and not (SYSTEM / "slurm.conf").is_symlink():
@@ -44,7 +46,7 @@ class Cluster:
         self.host = socket.gethostname().split(".")[0]
 
     def start(self) -> None:
-        """Writes the configuration, starts munged, slurmctld and a slurmd a host, and waits until all hosts are idle."""
+        """Writes the configuration, starts the daemons, and waits until all hosts are idle."""
         for name in ("etc", "run", "log", "state", "dev"):
             (self.root / name).mkdir(parents=True, exist_ok=True)
         self.root.chmod(0o755)
@@ -115,7 +117,11 @@ class Cluster:
         jobs = [p.name.split("_", 1)[1] for p in (self.root / "state" / host).glob(f"{host}_*")]
         found = []
         for pid, words in processes().items():
-            if words and words[0].startswith("slurmstepd: [") and any(words[0].startswith(f"slurmstepd: [{j}") for j in jobs):
+            if (
+                words
+                and words[0].startswith("slurmstepd: [")
+                and any(words[0].startswith(f"slurmstepd: [{j}") for j in jobs)
+            ):
                 found.append(pid)
         return found
 
@@ -128,6 +134,7 @@ class Cluster:
 
     def wait_idle(self, timeout_s: float = 60) -> None:
         """Until no job is left and every host is idle."""
+
         def idle() -> bool:
             nodes = sh("sinfo", "--noheader", "--Node", "--format", "%t", check=False).split()
             return nodes == ["idle"] * len(self.hosts) and not sh("squeue", "--noheader").strip()
@@ -136,7 +143,10 @@ class Cluster:
 
     def completed(self) -> list[dict[str, str]]:
         """Slurm's job completion log: one record a job that ended, in order."""
-        return [dict(word.split("=", 1) for word in line.split() if "=" in word) for line in self.completions.read_text().splitlines()]
+        return [
+            dict(word.split("=", 1) for word in line.split() if "=" in word)
+            for line in self.completions.read_text().splitlines()
+        ]
 
     def stop(self) -> None:
         """Cancels what is left and ends the daemons, each by its process id."""

@@ -21,6 +21,9 @@ from . import twins
 POLL_S = 2.0
 MIN_JOB_AGE_S = 200
 
+#: Rules whose jobs are Slurm's.
+RULES = ("launch", "launch_hosts")
+
 
 @dataclass(frozen=True)
 class Job:
@@ -31,6 +34,11 @@ class Job:
     comment: str
     reason: str
     elapsed: str
+
+    @property
+    def waits(self) -> bool:
+        """Whether it has not begun, or has to begin again."""
+        return self.state in ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SUSPENDED", "PREEMPTED")
 
 
 def prefix(folder: str | Path = ".") -> str:
@@ -138,15 +146,14 @@ def settle(wanted: Mapping[tuple[str, str], Mapping[str, Any]]) -> None:
     """
     if not available():
         raise LaunchError("sbatch and squeue are not on PATH: this is no machine from which jobs can be sent to Slurm")
-    runs = {comment(rule, *key): key for key in wanted for rule in ("launch", "launch_hosts")}
+    runs = {comment(rule, *key): key for key in wanted for rule in RULES}
     shown: dict[str, str] = {}
     cancelled: set[str] = set()
     while jobs := ours():
         for job in jobs:
             key = runs.get(job.comment)
             asked = twins.asked(Path("results") / key[0] / "launch" / key[1]) if key else None
-            running = job.state not in ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SUSPENDED", "PREEMPTED")
-            told = running and asked is not None and asked.get("slurm_job") == job.job
+            told = not job.waits and asked is not None and asked.get("slurm_job") == job.job
             stale = key is None or (told and not twins.same(asked, wanted[key]))
             if stale and job.job not in cancelled and job.state != "COMPLETING":
                 say(f"cancelling Slurm job {job.job} ({job.comment}): an earlier snakemake's, no longer wanted")
@@ -155,7 +162,7 @@ def settle(wanted: Mapping[tuple[str, str], Mapping[str, Any]]) -> None:
             elif job.job not in cancelled and shown.get(job.job) != job.state:
                 shown[job.job] = job.state
                 name = "/".join(key) if key else job.comment
-                why = f", {job.reason}" if job.state == "PENDING" else f", {job.elapsed}"
+                why = f", {job.reason}" if job.waits else f", {job.elapsed}"
                 say(f"waiting for Slurm job {job.job} ({name}: {job.state}{why}) that an earlier snakemake started")
         time.sleep(POLL_S)
 

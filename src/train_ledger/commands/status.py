@@ -1,0 +1,30 @@
+"""`train-ledger status`: what of the comparison is done, running, waiting or failed, and why."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+HELP = "show what of a comparison is done, running, waiting or failed, and why"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the command."""
+    parser.add_argument("--comparison", metavar="NAME", help="by default the one that config/config.yaml names")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Prints a line a launch, failed stages, and the verdict. Exit code 1 when something failed or differs."""
+    from train_ledger.spec.io import read_yaml
+    from train_ledger.workflow.envs import identity
+    from train_ledger.workflow.plan import load_plan
+    from train_ledger.workflow.state import states, table
+
+    config = read_yaml(Path("config") / "config.yaml")
+    if args.comparison:
+        config["comparison"] = args.comparison
+    plan = load_plan(config)
+    environments = {run.framework: identity(Path("envs") / f"{run.framework}.yaml") for run in plan.runs.values()}
+    found = states(plan, environments)
+    print(table(found))
+    return int(any(s.state in ("failed", "not reconciled", "damaged") for s in found))
