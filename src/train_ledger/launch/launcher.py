@@ -39,6 +39,7 @@ def launch(
     export: bool = False,
     ranks: Sequence[int] | None = None,
     device: str = "cpu",
+    at_once: int | None = None,
 ) -> None:
     """Runs a world and writes `rank<r>.json`, `rank<r>.log` and, last, `run.json` into `out_dir`.
 
@@ -50,6 +51,7 @@ def launch(
         export: also write `weights<r>.safetensors`, what each rank holds of the trained weights, by canonical name.
         ranks: only these (world `fake`); None means all.
         device: `cpu` or `cuda` (world `fake`).
+        at_once: how many ranks of world `fake` run at the same time; None leaves it to the world.
 
     Raises:
         LaunchError: a rank died, hung, failed or lost its numerics; no process is left.
@@ -61,7 +63,7 @@ def launch(
     attempt = Attempt.begin(run, Path(out_dir))
     try:
         began = time.monotonic()
-        module.run_ranks(Job(run, chosen, attempt.directory, timeout_s, weights, export, device))
+        module.run_ranks(Job(run, chosen, attempt.directory, timeout_s, weights, export, device, at_once))
         attempt.publish(chosen, time.monotonic() - began)
     except LaunchError as e:
         raise attempt.keep_logs(e) from None
@@ -99,6 +101,9 @@ class Attempt:
         try:
             attempt.directory.mkdir(parents=True, exist_ok=True)
             write_text(target / CLAIM, attempt.identity + "\n")
+            for old in target.glob(".attempt-*"):  # of launches that lost their claim now, dead or not
+                if old != attempt.directory:
+                    shutil.rmtree(old, ignore_errors=True)
         except OSError as e:
             raise LaunchError(f"cannot be written: {e.strerror or e}", file=target) from e
         return attempt

@@ -97,12 +97,8 @@ def _other(claimed: set[tuple[str, int]]) -> list[dict[str, Any]]:
     """Storages that the garbage collector sees and nobody claims, by dtype and shape of the largest tensor on them."""
     seen: dict[tuple[str, int], tuple[int, str, tuple[int, ...], int]] = {}
     for thing in gc.get_objects():
-        try:
-            if not isinstance(thing, torch.Tensor):
-                continue
-        except Exception:  # a lazy proxy that raises when it is asked for its class is no tensor
-            continue
-        _note(thing, claimed, seen)
+        if issubclass(type(thing), torch.Tensor):  # isinstance would ask lazy proxies for their class
+            _note(thing, claimed, seen)
     rows = Counter((dtype, shape, size, key[0]) for key, (_, dtype, shape, size) in seen.items())
     return [
         {"dtype": dtype, "shape": list(shape), "bytes": size * n, "count": n, "device": device}

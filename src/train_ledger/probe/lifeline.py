@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from .census import parts, storage_key
-from .watch import EngineRuns, ModuleCalls, OptimizerStep, Patch, first_grad_tensor, recomputing
+from .watch import EngineRuns, ModuleCalls, OptimizerStep, Patch, before_backward, recomputing
 
 
 class Lifeline:
@@ -52,7 +52,7 @@ class Lifeline:
                 self._micro_batch += 1
                 self._used_in_forward()
             output = original(*args, **kwargs)
-            self._expect_backward(output, self._micro_batch)
+            before_backward(output, functools.partial(self._used_in_backward, self._micro_batch))
             return output
 
         self._patch = Patch(module, "forward", forward)
@@ -86,12 +86,6 @@ class Lifeline:
             self._note("before_forward", self._micro_batch, self._before)
         self._used.append(self._micro_batch)
         self._note("forward", self._micro_batch)
-
-    def _expect_backward(self, output: Any, micro_batch: int) -> None:
-        """The gradient of the module's output arrives just before the module's own backward needs the weight."""
-        tensor = first_grad_tensor(output)
-        if tensor is not None:
-            tensor.register_hook(lambda grad: self._used_in_backward(micro_batch))
 
     def _backward_begins(self) -> None:
         self._before_backward, self._reached = self._state(), list[int]()

@@ -129,7 +129,7 @@ def records(events: Iterable[Event], step: int) -> list[dict[str, Any]]:
 
 
 def timeline(events: Iterable[Event], step: int) -> dict[str, Any]:
-    """Seconds of one step on the GPU, each moment counted once: span, compute, communication, and exposed communication.
+    """Seconds of one step on the GPU, each moment counted once: span, compute, communication, exposed communication.
 
     Exposed is the communication during which no other kernel ran.
     """

@@ -162,13 +162,28 @@ class _Engine:
         return getattr(self._engine, name)
 
 
-def first_grad_tensor(output: Any) -> torch.Tensor | None:
+def before_backward(output: Any, call: Callable[[], None]) -> None:
+    """Calls back when the backward of a module's output is about to compute: its gradient has arrived.
+
+    What a framework hangs on the tensor (FSDP2 gathers there) has then been done: the engine runs the hooks of a tensor
+    before those of a node.
+    """
+    tensor = _first_with_gradient(output)
+    if tensor is None:
+        return
+    if tensor.grad_fn is not None:
+        tensor.grad_fn.register_prehook(lambda grads: call())
+    else:
+        tensor.register_hook(lambda grad: call())
+
+
+def _first_with_gradient(output: Any) -> torch.Tensor | None:
     """The first tensor of a module's output (tensor, tuple, list, mapping, nested) that a gradient will come to."""
     if isinstance(output, torch.Tensor):
         return output if output.requires_grad else None
     values = output.values() if isinstance(output, dict) else output if isinstance(output, list | tuple) else ()
     for value in values:
-        found = first_grad_tensor(value)
+        found = _first_with_gradient(value)
         if found is not None:
             return found
     return None

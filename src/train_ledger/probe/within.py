@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .watch import EngineRuns, ModuleCalls, OptimizerStep, first_grad_tensor
+from .watch import EngineRuns, ModuleCalls, OptimizerStep, before_backward
 
 
 class MemoryWithin:
@@ -54,9 +54,7 @@ class MemoryWithin:
             return
         name = self._name(module)
         self._sample("forward_end", name)
-        tensor = first_grad_tensor(output)
-        if tensor is not None:
-            tensor.register_hook(lambda grad: self._sample("backward", name))
+        before_backward(output, lambda: self._sample("backward", name))
 
     def _name(self, module: torch.nn.Module) -> str:
         return self._names.get(id(module)) or type(module).__name__

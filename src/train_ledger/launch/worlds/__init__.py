@@ -35,6 +35,7 @@ class Job:
         weights: canonical weights to start from, or None for the framework's own initialisation.
         export: also write the trained weights.
         device: `cpu` or `cuda`; only the `fake` world takes either.
+        at_once: how many ranks of the `fake` world run at the same time; None leaves it to the world.
     """
 
     run: Run
@@ -44,6 +45,7 @@ class Job:
     weights: Path | None = None
     export: bool = False
     device: str = "cpu"
+    at_once: int | None = None
 
 
 def world(name: str) -> Any:

@@ -11,6 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from train_ledger.launch.cuda import cuda_device
 from train_ledger.launch.processes import run_forked
 from train_ledger.launch.session import Rank
 
@@ -24,7 +25,7 @@ SMALL_PARAMETERS = 50_000_000
 def run_ranks(job: Job) -> None:
     """Starts each rank of `job.ranks` by itself, a few at a time when the model is small; see `worlds`."""
     small = job.run.model.num_parameters < SMALL_PARAMETERS and job.device == "cpu"
-    run_forked(job, lambda rank: make_rank(job, rank), at_once=os.cpu_count() if small else 1)
+    run_forked(job, lambda rank: make_rank(job, rank), at_once=job.at_once or (os.cpu_count() if small else 1))
 
 
 def make_rank(job: Job, rank: int) -> Rank:
@@ -32,9 +33,7 @@ def make_rank(job: Job, rank: int) -> Rank:
     # Nobody listens at this port: FakeStore needs no address, frameworks only want to read one.
     set_environment(rank, job.run.world_size, 0 if job.device == "cuda" else rank, port=29500)
     torch.set_num_threads(1 if job.run.model.num_parameters < SMALL_PARAMETERS else os.cpu_count() or 1)
-    device = torch.device("cuda", 0) if job.device == "cuda" else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    device = cuda_device(0) if job.device == "cuda" else torch.device("cpu")
 
     def init(timeout: timedelta) -> None:
         from torch.testing._internal.distributed.fake_pg import FakeStore

@@ -1,0 +1,317 @@
+"""Faults planted into real processes: each ends in one clear error and no process, and a following launch completes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from toy_program import WEIGHT
+
+from train_ledger.launch.launcher import Attempt, launch
+from train_ledger.spec import registry
+from train_ledger.spec.config import load_model
+from train_ledger.spec.errors import ConfigError, DataError, LaunchError
+from train_ledger.spec.registry import Framework
+from train_ledger.spec.run import Optimizer, Parallel, Probe, Run
+
+ROOT = Path(__file__).parents[2]
+TOY = Framework("toy", "Toy", "torch", "toy_program", torch.__version__.split("+")[0], "none", "toy_program")
+
+
+@pytest.fixture(autouse=True)
+def _toy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(registry.FRAMEWORKS, "toy", TOY)
+
+
+def toy(world: str = "cpu", ranks: int = 2, steps: int = 3, **settings: object) -> Run:
+    """A run of the toy program."""
+    return Run(
+        name="toy-run",
+        framework="toy",
+        model=load_model("laptop", ROOT / "config"),
+        world=world,
+        world_size=ranks,
+        parallel=Parallel(data_parallel=ranks),
+        seq_length=32,
+        micro_batch=1,
+        global_batch=ranks,
+        steps=steps,
+        seed=1,
+        optimizer=Optimizer(),
+        probe=Probe((steps,), WEIGHT),
+        settings=settings,
+    )
+
+
+def children() -> set[int]:
+    """Processes that this one started and that still run, by number."""
+    out = set()
+    for status in Path("/proc").glob("[0-9]*/status"):
+        try:
+            lines = dict(line.split(":\t", 1) for line in status.read_text().splitlines() if ":\t" in line)
+        except OSError:
+            continue
+        if lines["PPid"].strip() == str(os.getpid()):
+            out.add(int(lines["Pid"]))
+    return out
+
+
+def good(directory: Path, ranks: int = 2) -> dict:
+    """What a launch left behind, after a look at the names."""
+    names = {p.name for p in directory.iterdir()}
+    wanted = {f"rank{r}.{kind}" for r in range(ranks) for kind in ("json", "log")}
+    assert names == wanted | {"run.json", ".launch-id"}
+    run = json.loads((directory / "run.json").read_text())
+    assert [r["exit"] for r in run["ranks"]] == [0] * ranks
+    return json.loads((directory / "rank0.json").read_text())
+
+
+def fails(run: Run, directory: Path, error: type[Exception], *words: str, timeout_s: float = 60) -> str:
+    """The launch fails with those words, on one line, and leaves no process and no half file."""
+    before = children()
+    with pytest.raises(error) as caught:
+        launch(run, directory, timeout_s)
+    text = str(caught.value)
+    assert "\n" not in text
+    for word in words:
+        assert word in text, text
+    assert children() <= before
+    assert not (directory / "run.json").exists()
+    assert not list(directory.glob(".attempt-*"))
+    assert not list(directory.glob("rank*.json"))
+    return text
+
+
+def test_a_good_launch(tmp_path: Path) -> None:
+    launch(toy(), tmp_path, 60)
+    data = good(tmp_path)
+    assert [s["step"] for s in data["steps"]] == [1, 2, 3]
+    assert data["steps"][0]["loss"] > data["steps"][2]["loss"] > 0
+    assert {c["name"] for c in data["census"]["containers"]} == {"param", "exp_avg", "exp_avg_sq", "step"}
+    calls = {(c["op"], c["in_numel"], c["phase"]): c["count"] for c in data["collectives"]}
+    assert calls == {
+        ("all_reduce", 7200, "step"): 2,
+        ("all_reduce", 120, "step"): 1,
+        ("all_reduce", 60, "step"): 1,
+        ("all_reduce", 1, "step"): 1,
+    }
+    assert {c["site"] for c in data["collectives"]} == {"toy_program.py:step"}
+    assert {e["state"] for e in data["lifeline"]["events"]} == {"full"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("kill", ["rank 1", "was killed by signal 9 (SIGKILL)", "in step 2"]),
+        ("raise", ["rank 1", "failed in step 2", "ValueError: a planted fault"]),
+        ("nan", ["failed in step 2", "the loss is nan"]),
+    ],
+)
+def test_a_rank_dies_and_the_next_launch_completes(
+    kind: str, words: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = toy(fault={"kind": kind, "rank": 1, "step": 2})
+    text = fails(run, tmp_path, LaunchError, *words)
+    assert text.startswith(str(tmp_path / "rank"))  # the log is named where it now lies
+    assert "the last lines of" in capfd.readouterr().err
+    if kind != "nan":
+        assert f"planting {kind}" in (tmp_path / "rank1.log").read_text()
+    launch(toy(), tmp_path, 60)
+    good(tmp_path)
+
+
+def test_a_rank_never_answers(tmp_path: Path) -> None:
+    began = time.monotonic()
+    run = toy(fault={"kind": "hang", "rank": 1, "step": 2})
+    fails(run, tmp_path, LaunchError, "not done after 10 s", "rank 1 has not answered in step 2", timeout_s=10)
+    assert time.monotonic() - began < 30
+    assert "in _fault" in (tmp_path / "rank1.log").read_text()  # its stack
+    launch(toy(), tmp_path, 60)
+    good(tmp_path)
+
+
+def test_a_rank_that_the_program_refuses_is_the_users_error(tmp_path: Path) -> None:
+    run = replace(toy(refuse=True), source="runs/toy.yaml")
+    assert fails(run, tmp_path, ConfigError) == "runs/toy.yaml: toy.refuse: is refused by the toy"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"version": "9.9.9"}, ["torch", "is installed, but 9.9.9"]),
+        ({"distribution": "no-such-thing"}, ["no-such-thing", "is not installed"]),
+    ],
+)
+def test_a_wrong_version(change: dict, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(registry.FRAMEWORKS, "toy", replace(TOY, **change))
+    fails(toy(), tmp_path, LaunchError, *words)
+
+
+def test_weights_that_are_not_there(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no\.safetensors"):
+        launch(toy(), tmp_path / "out", 60, tmp_path / "no.safetensors")
+
+
+def test_a_target_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(LaunchError, match="cannot be written"):
+        launch(toy(), tmp_path / "file" / "out", 60)
+
+
+def test_the_fake_world_runs_single_ranks_of_a_large_world(tmp_path: Path) -> None:
+    launch(toy("fake", ranks=1000), tmp_path, 60, ranks=[0, 999])
+    run = json.loads((tmp_path / "run.json").read_text())
+    assert [r["rank"] for r in run["ranks"]] == [0, 999]
+    data = json.loads((tmp_path / "rank999.json").read_text())
+    assert {tuple(c["ranks"]) for c in data["collectives"]} == {tuple(range(1000))}
+    assert {s["loss"] for s in data["steps"]} == {None}
+
+
+def test_single_ranks_of_a_world_that_needs_all(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="world cpu needs all its ranks"):
+        launch(toy(), tmp_path, 60, ranks=[1])
+    with pytest.raises(ConfigError, match="not ranks of a world of 4"):
+        launch(toy("fake", ranks=4), tmp_path, 60, ranks=[4])
+
+
+def test_a_name_that_would_leave_the_folder(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"'\.\./x' is not a name"):
+        launch(replace(toy(), name="../x"), tmp_path, 60)
+
+
+def test_a_late_twin_does_not_overwrite(tmp_path: Path) -> None:
+    """An older launch that ends after a newer one began may not publish."""
+    run = toy()
+    older = Attempt.begin(run, tmp_path)
+    launch(run, tmp_path, 60)
+    kept = (tmp_path / "rank0.json").read_bytes()
+    older.directory.mkdir()
+    for rank in (0, 1):
+        other = json.loads(kept) | {"rank": rank}
+        (older.directory / f"rank{rank}.json").write_text(json.dumps(other))
+    with pytest.raises(LaunchError, match="a later launch of the same run has taken this folder"):
+        older.publish([0, 1], 1.0)
+    older.discard()
+    assert (tmp_path / "rank0.json").read_bytes() == kept
+    good(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "may be truncated"),
+        ('{"schema": "train-ledger/rank/1", "run": "toy-run"', "may be truncated"),
+        ('{"schema": "train-ledger/rank/1", "run": "toy-run"}', "is missing"),
+        (None, "cannot be read"),
+    ],
+)
+def test_a_bad_rank_file_is_not_published(text: str | None, words: str, tmp_path: Path) -> None:
+    attempt = Attempt.begin(toy(), tmp_path)
+    if text is not None:
+        (attempt.directory / "rank0.json").write_text(text)
+    with pytest.raises(LaunchError, match=words) as caught:
+        attempt.publish([0], 1.0)
+    assert "rank0.json" in str(caught.value)
+    assert not (tmp_path / "run.json").exists()
+
+
+def test_a_rank_file_of_another_run_is_not_published(tmp_path: Path) -> None:
+    launch(toy(), tmp_path / "a", 60)
+    attempt = Attempt.begin(replace(toy(), seed=2), tmp_path / "b")
+    for rank in (0, 1):
+        (attempt.directory / f"rank{rank}.json").write_bytes((tmp_path / "a" / f"rank{rank}.json").read_bytes())
+    with pytest.raises(LaunchError, match="config_sha256"):
+        attempt.publish([0, 1], 1.0)
+
+
+STARTER = """
+import sys
+sys.path[:0] = [{tests!r}, {here!r}]
+import test_launch_faults as t
+t.registry.FRAMEWORKS["toy"] = t.TOY
+t.launch(t.toy(fault={{"kind": "hang", "rank": 1, "step": 2}}), {out!r}, 300)
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_ranks_end_with_their_launch(how: signal.Signals, tmp_path: Path) -> None:
+    here = Path(__file__).parent
+    code = STARTER.format(tests=str(here.parent), here=str(here), out=str(tmp_path))
+    process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL, start_new_session=True)
+    try:
+        wait_for(lambda: "planting hang" in "".join(p.read_text() for p in tmp_path.glob(".attempt-*/rank1.log")))
+        ranks = ranks_of(process.pid)
+        assert len(ranks) == 3  # two ranks, and the store at which they meet
+        process.send_signal(how)
+        process.wait(20)
+        wait_for(lambda: not any(Path(f"/proc/{pid}").exists() and not zombie(pid) for pid in ranks))
+    finally:
+        process.kill()
+        process.wait()
+    launch(toy(), tmp_path, 60)
+    assert json.loads((tmp_path / "run.json").read_text())["run"] == "toy-run"
+
+
+def ranks_of(parent: int) -> list[int]:
+    children_file = Path(f"/proc/{parent}/task/{parent}/children")
+    return [int(pid) for pid in children_file.read_text().split()]
+
+
+def zombie(pid: int) -> bool:
+    try:
+        return ") Z " in Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return True
+
+
+def wait_for(condition: object, timeout_s: float = 60) -> None:
+    until = time.monotonic() + timeout_s
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < until, "it did not happen in time"
+        time.sleep(0.1)
+
+
+def test_under_torchrun(tmp_path: Path) -> None:
+    """World `cpu` the way a Slurm job runs it: torchrun starts the ranks, rank 0 publishes."""
+    resolved, out = tmp_path / "toy.json", tmp_path / "out"
+    resolved.write_text(json.dumps(toy().to_dict()))
+    done = torchrun(resolved, out, tmp_path)
+    assert done.returncode == 0, done.stderr
+    good(out)
+
+
+def test_a_fault_under_torchrun(tmp_path: Path) -> None:
+    resolved, out = tmp_path / "toy.json", tmp_path / "out"
+    resolved.write_text(json.dumps(toy(fault={"kind": "raise", "rank": 0, "step": 2}).to_dict()))
+    done = torchrun(resolved, out, tmp_path)
+    assert done.returncode != 0
+    assert not (out / "run.json").exists()
+    assert "a planted fault" in (out / "rank0.log").read_text()
+    resolved.write_text(json.dumps(toy().to_dict()))
+    assert torchrun(resolved, out, tmp_path).returncode == 0
+    good(out)
+
+
+def torchrun(resolved: Path, out: Path, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Two ranks of the toy, registered by a sitecustomize-like wrapper of the entry point."""
+    entry = folder / "entry.py"
+    tests = str(Path(__file__).parent.parent)
+    entry.write_text(
+        f"import sys\nsys.path[:0] = [{tests!r}, {tests + '/integration'!r}]\n"
+        "import test_launch_faults as t\nt.registry.FRAMEWORKS['toy'] = t.TOY\n"
+        "from train_ledger.launch.worlds.nccl import main\nsys.exit(main(sys.argv[1:]))\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(entry)]
+    command += [str(resolved), str(out), "--timeout", "60"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
