@@ -15,7 +15,7 @@ import torch
 def import_torchtitan() -> None:
     """Imports torchtitan without counting GPUs, so that ranks forked afterwards can still use them.
 
-    `tools/utils.py:get_device_info` asks torch for an accelerator while it is imported; that starts the CUDA driver,
+    `tools/utils.py:get_device_info` asks torch for an accelerator while it is imported; that starts the driver,
     which
     does not survive a fork. The answer is given later, by `use_device`.
     """
