@@ -153,7 +153,7 @@ def _measured(prediction: dict[str, Any], rank: int) -> dict[str, Any]:
         {
             "step": 4,
             **{k: c[k] for k in ("op", "dtype", "in_numel", "out_numel", "count", "phase")},
-            "ranks": mine[c["group"]],
+            "ranks": list(mine[c["group"]]),
             "group": c["group"],
             "site": f"{framework.package}/core/place.py:call_{c['component'].replace(' ', '_')}",
         }
@@ -167,12 +167,12 @@ def _measured(prediction: dict[str, Any], rank: int) -> dict[str, Any]:
         "world": "cpu",
         "world_size": prediction["world_size"],
         "rank": rank,
-        "coords": ledger["coords"],
+        "coords": dict(ledger["coords"]),
         "config_sha256": CONFIG_SHA256,
         "versions": {"python": "3.12.0", "torch": "2.14.1+cpu", framework.distribution: framework.version},
         "host": {"machine": "x86_64", "cpus": 2, "memory_bytes": 8 << 30},
         "device": {"type": "cpu"},
-        "groups": [{"name": name, "ranks": ranks} for name, ranks in mine.items()],
+        "groups": [{"name": name, "ranks": list(ranks)} for name, ranks in mine.items()],
         "steps": [
             {"step": s, "loss": 6.5 - 0.1 * s, "grad_norm": 2.0 / s, "time_s": 0.1 + rank, "memory": None}
             for s in range(1, 5)

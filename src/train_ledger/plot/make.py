@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from train_ledger.spec.io import write_json
 
@@ -25,7 +26,7 @@ def all_figures(results: Results, predicted: Results | None = None) -> Iterator[
         yield from paper.draw(predicted, results.run_names)
 
 
-def make_figures(results_dir: str | Path, paper_dir: str | Path | None = None) -> list[dict[str, str]]:
+def make_figures(results_dir: str | Path, paper_dir: str | Path | None = None) -> list[dict[str, Any]]:
     """Draws every figure as SVG and PDF into `<results_dir>/figures`, and lists them in figures.json there.
 
     Args:
@@ -33,7 +34,7 @@ def make_figures(results_dir: str | Path, paper_dir: str | Path | None = None) -
         paper_dir: results folder of the comparison of which only the prediction is shown beside it.
 
     Returns:
-        What was listed: name, section, title, alt and caption of each figure.
+        What was listed: name, section, title, alt, caption and tips of each figure.
 
     Raises:
         DataError: a file of a results folder is not as its stage writes it.
@@ -44,7 +45,7 @@ def make_figures(results_dir: str | Path, paper_dir: str | Path | None = None) -
     listed = []
     for drawn in all_figures(results, predicted):
         save(drawn, folder)
-        words = ("name", "section", "title", "alt", "caption")
+        words = ("name", "section", "title", "alt", "caption", "tips")
         listed.append({word: getattr(drawn, word) for word in words})
     write_json(folder / "figures.json", {"schema": FIGURES_SCHEMA, "figures": listed})
     return listed

@@ -31,8 +31,10 @@ def draw(results: Results) -> list[Drawn]:
         return []
     runs = [r for r in results.run_names if (frame["run"] == r).any()]
     measured = not results["resident"].empty
+    tips: dict[str, str] = {}
     with style.style():
-        figure = _panels(results, frame, runs) if len(runs) <= MAX_PANELS else _bars(results, frame, runs)
+        few = len(runs) <= MAX_PANELS
+        figure = _panels(results, frame, runs, tips) if few else _bars(results, frame, runs)
     largest = frame.groupby(["run", "rank"])["predicted_bytes"].sum()
     per_run = "; ".join(
         f"{shorten(run, 40)} {fmt_auto(int(largest[run].min()))}"
@@ -43,7 +45,8 @@ def draw(results: Results) -> list[Drawn]:
         f"Stacked bars, one panel a run, of the bytes that each rank keeps between two steps, split into containers. "
         f"Predicted per rank: {per_run}."
     )
-    return [Drawn("resident", "memory", "Resident bytes per rank", alt, _caption(results, frame, measured), figure)]
+    caption = _caption(results, frame, measured)
+    return [Drawn("resident", "memory", "Resident bytes per rank", alt, caption, figure, tips)]
 
 
 def resident_frame(results: Results) -> pd.DataFrame:
@@ -83,14 +86,14 @@ def _caption(results: Results, frame: pd.DataFrame, measured: bool) -> str:
     )
 
 
-def _panels(results: Results, frame: pd.DataFrame, runs: Sequence[str]) -> plt.Figure:
+def _panels(results: Results, frame: pd.DataFrame, runs: Sequence[str], tips: dict[str, str]) -> plt.Figure:
     columns = min(PANELS_A_ROW, len(runs))
     rows = -(-len(runs) // columns)
     figure, axes = plt.subplots(rows, columns, figsize=(style.WIDTH_IN, 0.75 + 2.15 * rows), sharey=True, squeeze=False)
     totals = frame.groupby(["run", "rank"])[["predicted_bytes", "measured_bytes"]].sum()
     unit, scale = unit_for(float(totals.max().max()))
     for ax, run in zip(axes.flat, runs, strict=False):
-        _panel(ax, frame[frame["run"] == run], scale, bool((frame["verdict"] != "").any()))
+        _panel(ax, frame[frame["run"] == run], scale, bool((frame["verdict"] != "").any()), tips)
         ax.set_title(framework_title(results.framework(run)), loc="left", fontweight="bold", pad=14)
         ax.text(0, 1.02, shorten(run, 34), transform=ax.transAxes, fontsize=6.5, color=style.MUTED)
         ax.set_xlabel("rank")
@@ -103,7 +106,7 @@ def _panels(results: Results, frame: pd.DataFrame, runs: Sequence[str]) -> plt.F
     return figure
 
 
-def _panel(ax: Axes, part: pd.DataFrame, scale: float, measured: bool) -> None:
+def _panel(ax: Axes, part: pd.DataFrame, scale: float, measured: bool, tips: dict[str, str]) -> None:
     wide = {
         side: part.pivot_table(index="rank", columns="container", values=f"{side}_bytes", aggfunc="sum", fill_value=0)
         for side in ("predicted", "measured")
@@ -123,7 +126,10 @@ def _panel(ax: Axes, part: pd.DataFrame, scale: float, measured: bool) -> None:
             at = [i + offset for i in range(len(ranks))]
             edge = style.MUTED if name == UNCLAIMED else "white"
             colour = style.tint(style.container_colour(name), tint if measured else 0.0)
-            ax.bar(at, heights, width, below, color=colour, edgecolor=edge, linewidth=0.25, zorder=2)
+            bars = ax.bar(at, heights, width, below, color=colour, edgecolor=edge, linewidth=0.25, zorder=2)
+            for bar, rank, height in zip(bars, labels, heights, strict=True):
+                bar.set_gid(f"tip{len(tips)}")
+                tips[f"tip{len(tips)}"] = f"{side}: {name}, rank {rank}, {round(height * scale):,} B"
             below = [b + h for b, h in zip(below, heights, strict=True)]
     ax.set_xticks(range(len(ranks)), labels, rotation=0 if not shown else 30)
     ax.grid(axis="x", visible=False)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 import os
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import matplotlib
@@ -18,7 +19,8 @@ class Drawn:
     """A figure and its words.
 
     `name` is the file's stem, `section` the part of the report it belongs to. `alt` says what is to be seen for those
-    who cannot see it, `caption` what is found and where the figures come from.
+    who cannot see it, `caption` what is found and where the figures come from. `tips` are texts for the pointer, by the
+    id (`set_gid`) of what they are about.
     """
 
     name: str
@@ -27,6 +29,7 @@ class Drawn:
     alt: str
     caption: str
     figure: Figure
+    tips: Mapping[str, str] = field(default_factory=dict)
 
 
 def save(drawn: Drawn, folder: str | Path) -> None:

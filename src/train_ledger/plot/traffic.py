@@ -34,9 +34,10 @@ def draw(results: Results) -> list[Drawn]:
     runs = [r for r in results.run_names if (frame["run"] == r).any()]
     measured = not results["collectives"].empty
     busiest = {run: busiest_rank(frame[frame["run"] == run]) for run in runs}
+    tips: dict[str, str] = {}
     with style.style():
         few = len(runs) <= MAX_PANELS
-        figure = _dots(results, frame, runs, busiest, measured) if few else _bars(frame, runs, busiest)
+        figure = _dots(results, frame, runs, busiest, measured, tips) if few else _bars(frame, runs, busiest)
     parts = []
     for run in runs[:MAX_PANELS]:
         part = frame[(frame["run"] == run) & (frame["rank"] == busiest[run])]
@@ -48,7 +49,8 @@ def draw(results: Results) -> list[Drawn]:
         "For each run, one line a kind of collective and process group; on logarithmic axes the number of calls and "
         f"the payload of one step. Predicted totals: {'; '.join(parts)}."
     )
-    return [Drawn("collectives", "communication", "Collectives of one step", alt, _caption(frame, measured), figure)]
+    caption = _caption(frame, measured)
+    return [Drawn("collectives", "communication", "Collectives of one step", alt, caption, figure, tips)]
 
 
 def traffic_frame(results: Results) -> pd.DataFrame:
@@ -109,7 +111,12 @@ def _lines(frame: pd.DataFrame, run: str, rank: int) -> pd.DataFrame:
 
 
 def _dots(
-    results: Results, frame: pd.DataFrame, runs: Sequence[str], busiest: dict[str, int], measured: bool
+    results: Results,
+    frame: pd.DataFrame,
+    runs: Sequence[str],
+    busiest: dict[str, int],
+    measured: bool,
+    tips: dict[str, str],
 ) -> plt.Figure:
     tables = {run: _lines(frame, run, busiest[run]) for run in runs}
     heights = [max(2, len(tables[run])) + 1.6 for run in runs]
@@ -123,8 +130,8 @@ def _dots(
     )
     for (left, right), run in zip(axes, runs, strict=True):
         lines = tables[run]
-        _dot_panel(left, lines, "count", measured)
-        _dot_panel(right, lines, "bytes", measured)
+        _dot_panel(left, lines, "count", measured, tips)
+        _dot_panel(right, lines, "bytes", measured, tips)
         labels = [f"{shorten(r.op, 20)} · {shorten(r.group, 26)} · {shorten(r.dtype, 14)}" for r in lines.itertuples()]
         left.set_yticks(range(len(lines)), labels, fontsize=6.3)
         right.set_yticks(range(len(lines)), [])
@@ -143,14 +150,17 @@ def _dots(
     return figure
 
 
-def _dot_panel(ax: Axes, lines: pd.DataFrame, what: str, measured: bool) -> None:
+def _dot_panel(ax: Axes, lines: pd.DataFrame, what: str, measured: bool, tips: dict[str, str]) -> None:
     for y, row in enumerate(lines.itertuples()):
         predicted, found = getattr(row, f"predicted_{what}"), getattr(row, f"measured_{what}")
         colour = style.op_colour(row.op)
+        unit = "calls" if what == "count" else "B"
         if predicted:
-            ax.plot(predicted, y, "o", ms=7, mfc="white", mec=colour, mew=1.1, zorder=3)
+            ax.plot(*(predicted, y, "o"), ms=7, mfc="white", mec=colour, mew=1.1, zorder=3, gid=f"tip{len(tips)}")
+            tips[f"tip{len(tips)}"] = f"predicted: {row.op} on {row.group}, {row.dtype}, {predicted:,} {unit}"
         if measured and found:
-            ax.plot(found, y, "o", ms=3.5, color=colour, zorder=4)
+            ax.plot(found, y, "o", ms=3.5, color=colour, zorder=4, gid=f"tip{len(tips)}")
+            tips[f"tip{len(tips)}"] = f"measured: {row.op} on {row.group}, {row.dtype}, {found:,} {unit}"
         if measured and predicted != found:
             ax.axhspan(y - 0.45, y + 0.45, color=style.BAD, alpha=0.12, lw=0, zorder=0)
         text = f"{predicted:,}" if what == "count" else fmt_auto(int(predicted))

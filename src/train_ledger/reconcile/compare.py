@@ -174,7 +174,12 @@ def summary_line(result: Reconciliation) -> str:
     n_ranks = len({(r.run, r.rank) for r in result.layout})
     n_bytes = sum(abs(r.residual_bytes) for r in resident)
     n_calls = sum(abs(r.measured_count - r.predicted_count) or r.measured_count for r in calls)
-    text = f"{len(result.runs)} runs, {n_ranks} ranks: {n_bytes:,} bytes, {n_calls:,} calls unexplained"
+    runs = "all " * (len(result.runs) > 1) + _plural(len(result.runs), "run")
+    text = f"{runs}, {_plural(n_ranks, 'rank')}: {_plural(n_bytes, 'byte')}, {_plural(n_calls, 'call')} unexplained"
     if layout:
         text += f", {len(layout)} coordinates or groups differ"
     return text
+
+
+def _plural(count: int, one: str) -> str:
+    return f"{count:,} {one}{'' if count == 1 else 's'}"

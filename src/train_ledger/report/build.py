@@ -134,10 +134,11 @@ def render(
 
 
 def page_table(table: Table) -> Table:
-    """The table as the page shows it: of a very long ledger, ranks that are alike share a row."""
-    if table.name != "ledger" or len(table.rows) <= MAX_LEDGER_ROWS:
-        return table
-    return ledger_tables.merged_ledger(table)
+    """The table as the page shows it: no column of causes where there are none; a very long ledger by kind of rank."""
+    if table.name == "ledger" and len(table.rows) > MAX_LEDGER_ROWS:
+        table = ledger_tables.merged_ledger(table)
+    columns = [c for c in table.columns if c.key != "cause" or any(row["cause"] for row in table.rows)]
+    return Table(table.name, table.caption, columns, table.rows)
 
 
 def package_file(name: str) -> str:
