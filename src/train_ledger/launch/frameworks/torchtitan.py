@@ -126,6 +126,8 @@ class TorchtitanSession:
             yield Owned("param", "framework", parameter)
             if parameter.grad is not None:
                 yield Owned("grad", "framework", parameter.grad)
+        if self.run.model.tie_embeddings:
+            yield from self._tied_copies()
         for optimizer in self.trainer.optimizers:
             for state in optimizer.state.values():
                 for name, value in state.items():
@@ -137,6 +139,22 @@ class TorchtitanSession:
         for held in self.trainer.dataloader.held:
             for tensor in held.values() if isinstance(held, dict) else [held]:
                 yield Owned("batch", "script", tensor)
+
+    def _tied_copies(self) -> Iterator[Owned]:
+        """What FSDP2 gathers from, where that is not the parameter: a tied weight whose shard it padded twice.
+
+        torchtitan ties again after `fully_shard`, so that two of FSDP2's parameters share one shard; the first to pad
+        it
+        keeps a copy that the optimizer never sees (`_fsdp_param.py:FSDPParam.reset_sharded_param`).
+        """
+        from torch.distributed.fsdp import FSDPModule
+
+        known = {_local(parameter).untyped_storage().data_ptr() for parameter in self.parameters.values()}
+        for module in self.model.modules():
+            for group in module._get_fsdp_state()._fsdp_param_groups if isinstance(module, FSDPModule) else ():
+                for held in (parameter._sharded_param_data for parameter in group.fsdp_params):
+                    if held.untyped_storage().data_ptr() not in known:
+                        yield Owned("tied_param_copy", "framework", held)
 
     def optimizer_steps(self) -> tuple[object, str]:
         """torchtitan's container of optimizers, and its step."""

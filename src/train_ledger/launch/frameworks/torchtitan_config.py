@@ -229,8 +229,8 @@ class SyntheticLoader(BaseDataLoader):
         c, length = self.config, self.seq_len + 1
         rows = torch.stack([torch.from_numpy(tokens.sample(c.seed, i, length, c.vocab_size)) for i in indices])
         positions = torch.arange(self.seq_len).repeat(len(indices), 1)
-        inputs = {"input": rows[:, :-1].contiguous(), "positions": positions}
-        labels = rows[:, 1:].contiguous()
+        inputs = {"input": rows[:, :-1].clone(), "positions": positions}
+        labels = rows[:, 1:].clone()
         self.held = [inputs, labels]
         return inputs, labels
 

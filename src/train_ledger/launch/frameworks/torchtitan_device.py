@@ -42,6 +42,13 @@ def use_device(device: torch.device) -> None:
             loaded.device_type = device.type  # type: ignore[attr-defined]
             if "device_module" in vars(loaded):
                 loaded.device_module = module  # type: ignore[attr-defined]
+    if device.type == "cuda":
+        # models/common/attention.py:ScaledDotProductAttention puts cuDNN first whatever torch is told; the other two
+        # frameworks run flash attention (launch/cuda.py).
+        from torch.nn.attention import SDPBackend
+        from torchtitan.models.common.attention import ScaledDotProductAttention
+
+        ScaledDotProductAttention.sdpa_backends = [SDPBackend.FLASH_ATTENTION]
     # tools/utils.py:get_local_device takes the index from here.
     os.environ["LOCAL_RANK"] = str(device.index or 0)
 

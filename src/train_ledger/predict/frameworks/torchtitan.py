@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 
 from train_ledger.spec.dtypes import element_bytes
 from train_ledger.spec.groups import Group
@@ -55,6 +55,22 @@ def rank_ledger(run: Run, rank: int, step: str = "steady") -> RankLedger:
 
 
 def _containers(run: Run, layout: Layout) -> Iterator[Container]:
+    device = "cuda" if run.world in ("shared", "nccl") else "cpu"
+
+    def container(
+        name: str,
+        owner: str,
+        dtype: str,
+        numel: int,
+        pad_numel: int,
+        rule: str,
+        storages: Mapping[int, int],
+        on_host: bool = False,
+    ) -> Container:
+        size = element_bytes(dtype)
+        blocks = tuple((n * size, count) for n, count in sorted(storages.items(), reverse=True))
+        return Container(name, owner, dtype, numel, pad_numel, "cpu" if on_host else device, rule, blocks)
+
     owned = padded = 0
     storages: Counter[int] = Counter()
     moments: Counter[int] = Counter()
@@ -71,40 +87,32 @@ def _containers(run: Run, layout: Layout) -> Iterator[Container]:
     reduced = sum(numel * count for numel, count in buffers.items())
 
     # One fp32 storage a parameter, padded so that every rank gathers the same number of rows.
-    yield _container("param", "framework", "float32", owned, padded - owned, _PARAM, storages)
+    yield container("param", "framework", "float32", owned, padded - owned, _PARAM, storages)
     # Gradients are views of what they were reduced into, and stay until the next step's zero_grad
     # (trainer.py:train_step).
-    yield _container("grad", "framework", "float32", owned, reduced - owned, _REDUCE, buffers)
-    yield _container("exp_avg", "optimizer", "float32", owned, 0, _ADAM, moments)
-    yield _container("exp_avg_sq", "optimizer", "float32", owned, 0, _ADAM, moments)
-    yield _container("step", "optimizer", "float32", layout.num_parameters, 0, _ADAM, {1: layout.num_parameters})
+    yield container("grad", "framework", "float32", owned, reduced - owned, _REDUCE, buffers)
+    yield container("exp_avg", "optimizer", "float32", owned, 0, _ADAM, moments)
+    yield container("exp_avg_sq", "optimizer", "float32", owned, 0, _ADAM, moments)
+    yield container("step", "optimizer", "float32", layout.num_parameters, 0, _ADAM, {1: layout.num_parameters})
+
+    # A tie that fully_shard did not see (torchtitan_layout.py): where a shard needs padding, each twin pads for itself
+    # (_fsdp_param.py:FSDPParam.reset_sharded_param). The first one's storage stays behind, and the embedding reads it.
+    copies = [t.padded_numel for u in layout.units for t in u.twins if t.owned_numel < t.padded_numel]
+    if copies:
+        rule = "torch/distributed/fsdp/_fully_shard/_fsdp_param.py:FSDPParam.reset_sharded_param"
+        yield container("tied_param_copy", "framework", "float32", sum(copies), 0, rule, Counter(copies))
 
     cache = run.seq_length * (run.model.head_dim // 2)
     rule = "torchtitan/models/common/rope.py:ComplexRoPE._precompute_cache"
     layers = run.model.num_layers
-    yield _container("rope_cache", "model", "complex64", layers * cache, 0, rule, {cache: layers})
+    yield container("rope_cache", "model", "complex64", layers * cache, 0, rule, {cache: layers})
 
     # trainer.py:batch_generator holds the last micro-batch until it is asked for the next: inputs and positions where
     # they
     # were moved to, labels where they were loaded.
     tokens = run.micro_batch * run.seq_length
     rule = "torchtitan/trainer.py:Trainer.batch_generator"
-    yield _container("batch", "script", "int64", 2 * tokens, 0, rule, {tokens: 2})
-    yield _container("batch", "script", "int64", tokens, 0, rule, {tokens: 1}, device="cpu")
+    yield container("batch", "script", "int64", 2 * tokens, 0, rule, {tokens: 2})
+    yield container("batch", "script", "int64", tokens, 0, rule, {tokens: 1}, on_host=True)
     rule = "torch/distributed/device_mesh.py:DeviceMesh.__init__"
-    yield _container("device_mesh", "framework", "int32", run.world_size, 0, rule, {run.world_size: 1}, device="cpu")
-
-
-def _container(
-    name: str,
-    owner: str,
-    dtype: str,
-    numel: int,
-    pad_numel: int,
-    rule: str,
-    storages: dict[int, int] | Counter[int],
-    device: str = "cuda",
-) -> Container:
-    size = element_bytes(dtype)
-    blocks = tuple((n * size, count) for n, count in sorted(storages.items(), reverse=True))
-    return Container(name, owner, dtype, numel, pad_numel, device, rule, blocks)
+    yield container("device_mesh", "framework", "int32", run.world_size, 0, rule, {run.world_size: 1}, on_host=True)

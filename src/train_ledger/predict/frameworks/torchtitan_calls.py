@@ -52,7 +52,7 @@ def collectives(run: Run, layout: Layout, step: str) -> Iterator[Collective]:
         yield _all_reduce("loss", "int64", 1, 1, "logging", "step", rule)
     if kind.first:
         yield Collective(
-            "barrier", "world", "uint8", 1, 1, 1, "timeouts", "step", "torchtitan/distributed/utils.py:set_pg_timeouts"
+            "barrier", "world", "uint8", 0, 0, 1, "timeouts", "step", "torchtitan/distributed/utils.py:set_pg_timeouts"
         )
 
 
@@ -88,8 +88,8 @@ def _gathers(run: Run, layout: Layout, kind: Step) -> Iterator[Collective]:
                     "all_gather",
                     shard_axis(run),
                     s["mixed_precision_param"],
-                    unit.padded_numel,
-                    unit.padded_numel * run.parallel.data_parallel_shard,
+                    unit.gathered_numel,
+                    unit.gathered_numel * run.parallel.data_parallel_shard,
                     count * unit.count,
                     f"FSDP {unit.name}",
                     phase,
@@ -132,13 +132,13 @@ def reduced_parts(run: Run, unit: Unit) -> list[list[int]]:
     """Padded elements of the parameters whose gradients one call reduces together; a unit may need several calls.
 
     With a chunked loss the head's gradient is there before the decoder's backward has begun, and goes ahead alone
-    (`_fsdp_param_group.py:FSDPParamGroup.post_backward` reduces the gradients that it finds).
+    (`_fsdp_param_group.py:FSDPParamGroup.post_backward` reduces the gradients that it finds). A tied weight is then
+    reduced twice: as the head, and as the embedding together with the norm.
     """
-    padded = {shard.parameter.name: shard.padded_numel for shard in unit.shards}
+    padded = {shard.parameter.name: shard.padded_numel for shard in unit.shards + unit.twins}
     if unit.name == "last" and run.settings["chunked_loss"]:
-        if run.model.tie_embeddings:
-            return [[padded["tok_embeddings.weight"]], list(padded.values())]
-        return [[padded["lm_head.weight"]], [padded["norm.weight"]]]
+        rest = [n for name, n in padded.items() if name != "lm_head.weight"]
+        return [[padded.get("lm_head.weight", rest[0])], rest]
     return [list(padded.values())]
 
 

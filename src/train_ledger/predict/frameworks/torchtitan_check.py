@@ -64,20 +64,53 @@ def _check_parallel(run: Run) -> None:
 def _check_tensor_parallel(run: Run) -> None:
     p, m = run.parallel, run.model
     tp = p.tensor_parallel
+    rows = m.query_size + 2 * m.kv_size
+    if rows < p.data_parallel_shard * tp:
+        # models/common/config_utils.py:_fused_qkv_param_init copies into the shards; DTensor's copy_ wants no empty
+        # ones.
+        _refuse(
+            run,
+            "parallel.data_parallel_shard",
+            f"{p.data_parallel_shard} x tensor_parallel {tp} is more than the {rows} rows of wqkv: torchtitan cannot "
+            "initialise it (aten.copy_.default: no valid strategy preserves this placement)",
+        )
     if p.sequence_parallel and run.seq_length % tp:
         # trainer.py:Trainer.__init__
         _refuse(
             run,
             "seq_length",
-            f"Training sequence length ({run.seq_length}) must be divisible by {tp} for the configured sequence/context "
-            "parallelism.",
+            f"Training sequence length ({run.seq_length}) must be divisible by {tp} for the configured "
+            "sequence/context parallelism.",
         )
     if tp == 1:
         return
+    if not p.sequence_parallel and run.settings["spmd_backend"] != "spmd_types":
+        # Gradients stay partial sums down the residual stream. At each row-parallel weight DTensor weighs summing them
+        # against gathering activation and weight (distributed/tensor/_collective_utils.py:redistribute_cost).
+        _refuse(
+            run,
+            "parallel.sequence_parallel",
+            f"without sequence parallelism is not modelled for {run.settings['spmd_backend']}: what "
+            "DTensor sends in the backward depends on its estimate of the machine's links; spmd_types is modelled",
+        )
     # models/common/decoder.py:Decoder.Config.update_from_config
     for name, heads in (("n_heads", m.num_attention_heads), ("n_kv_heads", m.num_query_groups)):
         if heads % tp:
             _refuse(run, "parallel.tensor_parallel", f"tensor_parallel_degree ({tp}) must divide {name} ({heads}).")
+    if run.settings["spmd_backend"] == "spmd_types" and m.vocab_size % tp:
+        # components/loss.py:_LossParallelCrossEntropy.forward splits as torch.chunk does, spmd_types as tensor_split.
+        _refuse(
+            run,
+            "parallel.tensor_parallel",
+            f"_LossParallelCrossEntropy under spmd_types expects equal vocab shards: {m.vocab_size} does not divide "
+            f"by {tp}",
+        )
+    if -(-m.vocab_size // tp) * (tp - 1) >= m.vocab_size:
+        _refuse(
+            run,
+            "parallel.tensor_parallel",
+            f"_LossParallelCrossEntropy does not support empty vocab shards: {m.vocab_size} over {tp}",
+        )
 
 
 def _check_loss(run: Run) -> None:

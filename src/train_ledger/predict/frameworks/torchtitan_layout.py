@@ -52,16 +52,21 @@ class Shard:
 
 @dataclass(frozen=True)
 class Unit:
-    """Parameters that FSDP2 gathers and reduces together. `count` units are alike (the layers)."""
+    """Parameters that FSDP2 gathers and reduces together. `count` units are alike (the layers).
+
+    `twins` share the storage of a tied parameter among `shards`, but FSDP2 does not know: it gathers and reduces them
+    too.
+    """
 
     name: str
     count: int
     shards: tuple[Shard, ...]
+    twins: tuple[Shard, ...] = ()
 
     @property
-    def padded_numel(self) -> int:
-        """Elements of this rank's shard of one such unit, padding included: the input of its all-gather."""
-        return sum(s.padded_numel for s in self.shards)
+    def gathered_numel(self) -> int:
+        """Elements of this rank's input to the all-gather of one such unit, padding included."""
+        return sum(s.padded_numel for s in self.shards + self.twins)
 
 
 @dataclass(frozen=True)
@@ -119,7 +124,11 @@ def groups(run: Run) -> list[Group]:
 
 def layout(run: Run, rank: int) -> Layout:
     """The layout of one rank."""
-    return _layout(_sizes(run), *_degrees(run, rank))
+    # models/common/decoder.py ties lm_head and embedding, then protocols/module.py:Module.parallelize registers new
+    # parameters in both, then init_states ties them again, too late for fully_shard. partial_dtensor parallelizes only
+    # with tensor parallelism (models/llama3/parallelize.py), so without it the tie holds.
+    untied = run.settings["spmd_backend"] != "partial_dtensor" or run.parallel.tensor_parallel > 1
+    return _layout(_sizes(run), *_degrees(run, rank), untied)
 
 
 def _sizes(run: Run) -> _Sizes:
@@ -133,7 +142,7 @@ def _degrees(run: Run, rank: int) -> tuple[int, int, int, int]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _layout(sizes: _Sizes, tensor_parallel: int, shards: int, tp: int, shard: int) -> Layout:
+def _layout(sizes: _Sizes, tensor_parallel: int, shards: int, tp: int, shard: int, twins: bool) -> Layout:
     layers, hidden, query, kv, ffn, vocab, tied = sizes
     embedding = Parameter("tok_embeddings.weight", (vocab, hidden), 0)
     norm = Parameter("norm.weight", (hidden,), None)
@@ -148,13 +157,15 @@ def _layout(sizes: _Sizes, tensor_parallel: int, shards: int, tp: int, shard: in
         Parameter("ffn_norm.weight", (hidden,), None),
     )
 
-    def unit(name: str, count: int, *parameters: Parameter) -> Unit:
-        return Unit(name, count, tuple(_shard(q, tensor_parallel, shards, tp, shard) for q in parameters))
+    def cut(*parameters: Parameter) -> tuple[Shard, ...]:
+        return tuple(_shard(q, tensor_parallel, shards, tp, shard) for q in parameters)
 
-    # fsdp.py:apply_fsdp_to_decoder: the tied weight, the norm and the head are one unit; else the embedding is its own.
+    # fsdp.py:apply_fsdp_to_decoder: tied, the embedding, the norm and the head are one unit; else the embedding is its
+    # own.
+    middle = Unit("layers", layers, cut(*block))
     if tied:
-        return Layout((unit("layers", layers, *block), unit("last", 1, embedding, norm)))
-    return Layout((unit("tok_embeddings", 1, embedding), unit("layers", layers, *block), unit("last", 1, norm, head)))
+        return Layout((middle, Unit("last", 1, cut(embedding, norm), cut(head) if twins else ())))
+    return Layout((Unit("tok_embeddings", 1, cut(embedding)), middle, Unit("last", 1, cut(norm, head))))
 
 
 def _shard(parameter: Parameter, tensor_parallel: int, shards: int, tp: int, shard: int) -> Shard:

@@ -1,0 +1,109 @@
+"""Makes torchtitan_sweep.yaml: configurations over the range of what is modelled, drawn with a fixed seed.
+
+python tests/data/torchtitan_generate.py > tests/data/torchtitan_sweep.yaml
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from typing import Any
+
+import yaml
+
+SEED, COUNT = 20261129, 64
+
+#: (replicate, shard, tensor): every kind of layout, up to eight ranks, and some that no machine here could hold.
+LAYOUTS = [
+    (1, 1, 1), (1, 2, 1), (1, 3, 1), (1, 5, 1), (1, 8, 1), (1, 64, 1), (2, 1, 1), (3, 1, 1), (2, 2, 1), (2, 4, 1),
+    (4, 2, 1), (1, 1, 2), (1, 1, 4), (1, 2, 2), (1, 4, 2), (1, 2, 4), (2, 1, 2), (3, 1, 2), (2, 2, 2), (2, 2, 4),
+    (1, 32, 2), (4, 16, 2),
+]  # fmt: skip
+
+
+def model(draw: random.Random, tensor_parallel: int) -> dict[str, Any]:
+    """A small Llama; its sizes divide by as little as torchtitan allows."""
+    heads, groups = draw.choice(
+        [(8, 4), (4, 4), (12, 4)] if tensor_parallel == 4 else [(6, 2), (6, 6), (2, 2), (10, 2)]
+    )
+    return {
+        "num_layers": draw.choice([1, 2, 3]),
+        "hidden_size": heads * draw.choice([6, 10]),
+        "num_attention_heads": heads,
+        "num_query_groups": groups,
+        "head_dim": draw.choice([None, None, 14]),
+        "ffn_hidden_size": draw.choice([52, 76, 148]),
+        "vocab_size": draw.choice([97, 130, 522, 524]),
+        "seq_length": draw.choice([24, 32]),
+        "tie_embeddings": draw.random() < 0.3,
+        "rope_scaling": draw.choice([None, None, LLAMA3_SCALING]),
+    }
+
+
+LLAMA3_SCALING = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def settings(draw: random.Random) -> dict[str, Any]:
+    """torchtitan's part: every value of every key."""
+    return {
+        "mixed_precision_param": draw.choice(["bfloat16", "bfloat16", "float32"]),
+        "fsdp_reshard_after_forward": draw.choice(["default", "always", "never"]),
+        "activation_checkpoint": draw.choice(["none", "selective", "full"]),
+        "chunked_loss": draw.random() < 0.6,
+        "num_chunks": draw.choice([1, 4, 8]),
+        "spmd_backend": draw.choice(["spmd_types"] * 3 + ["partial_dtensor", "full_dtensor"]),
+        "log_freq": draw.choice([1, 3]),
+    }
+
+
+def configurations(seed: int = SEED, count: int = COUNT) -> list[dict[str, Any]]:
+    """The table: what `tests/integration/test_sweep_torchtitan.py` runs. Every layout comes up in turn."""
+    draw = random.Random(seed)
+    out: list[dict[str, Any]] = []
+    while len(out) < count:
+        replicate, shard, tensor = LAYOUTS[len(out) % len(LAYOUTS)]
+        micro, accumulation = draw.choice([1, 2, 3]), draw.randint(1, 4)
+        shape, own = model(draw, tensor), settings(draw)
+        sequence_parallel = tensor > 1 and draw.random() < 0.6
+        if own["spmd_backend"] == "spmd_types" and shape["vocab_size"] % tensor:
+            continue  # torchtitan refuses it
+        if own["spmd_backend"] != "spmd_types" and tensor > 1 and not sequence_parallel:
+            continue  # not modelled
+        if shard * tensor > (shape["num_attention_heads"] + 2 * shape["num_query_groups"]) * _head_dim(shape):
+            continue  # torchtitan refuses this too
+        out.append(
+            {
+                "name": f"torchtitan-{len(out):02d}",
+                "model": shape,
+                "run": {
+                    "framework": "torchtitan",
+                    "world_size": replicate * shard * tensor,
+                    "micro_batch": micro,
+                    "global_batch": micro * replicate * shard * accumulation,
+                    "parallel": {
+                        "tensor_parallel": tensor,
+                        "sequence_parallel": sequence_parallel,
+                        "data_parallel_replicate": replicate,
+                        "data_parallel_shard": shard,
+                    },
+                    "optimizer": {"clip_grad": draw.choice([1.0, 1.0, 0.0]), "decay_norms": draw.random() < 0.7},
+                    "torchtitan": own,
+                },
+            }
+        )
+    return out
+
+
+def _head_dim(shape: dict[str, Any]) -> int:
+    return int(shape["head_dim"] or shape["hidden_size"] // shape["num_attention_heads"])
+
+
+if __name__ == "__main__":
+    print("# Made by torchtitan_generate.py; do not edit.")
+    yaml.safe_dump(configurations(), sys.stdout, sort_keys=False, default_flow_style=None, width=200)
