@@ -20,6 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--weights", type=Path, metavar="FILE", help="start from these canonical weights")
     parser.add_argument("--export", action="store_true", help="also write the trained weights, by canonical name")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="world fake: where a rank computes")
+    parser.add_argument("--at-once", type=int, metavar="N", help="world fake: ranks that run at the same time")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -29,5 +30,5 @@ def main(args: argparse.Namespace) -> int:
     run = run_from(args)
     if args.world:
         run = replace(run, world=args.world)
-    launch(run, args.out, args.timeout, args.weights, export=args.export, device=args.device)
+    launch(run, args.out, args.timeout, args.weights, export=args.export, device=args.device, at_once=args.at_once)
     return 0

@@ -42,6 +42,10 @@ class _Child:
 def run_forked(job: Job, make_rank: Callable[[int], Rank], at_once: int | None = None) -> None:
     """Imports the framework once, forks a process for each rank, and waits for all.
 
+    On CUDA each rank imports by itself: some imports count the GPUs (megatron/core/tensor_parallel/random.py through
+    torch/utils/cpp_extension.py, deepspeed/accelerator), which starts the driver, and a forked process cannot use a
+    driver that its parent started.
+
     Args:
         job: what to run.
         make_rank: called in the child; sets the environment of that rank and says where it stands.
@@ -56,7 +60,9 @@ def run_forked(job: Job, make_rank: Callable[[int], Rank], at_once: int | None =
     deadline = time.monotonic() + job.timeout_s
     shown = Progress(job.run.name, job.run.steps, len(job.ranks))
     shown.tick()
-    program(job.run.framework).warm_up()
+    trains = program(job.run.framework)
+    if not on_cuda(job):
+        trains.warm_up()
     waiting, children = list(job.ranks), list[_Child]()
     with terminate_as_exception():
         try:
@@ -76,6 +82,11 @@ def run_forked(job: Job, make_rank: Callable[[int], Rank], at_once: int | None =
         finally:
             _kill(children)
             shown.close()
+
+
+def on_cuda(job: Job) -> bool:
+    """Whether the ranks of a forking world compute on a GPU."""
+    return job.device == "cuda" or job.run.world == "shared"
 
 
 def _start(job: Job, make_rank: Callable[[int], Rank], rank: int) -> _Child:
@@ -108,9 +119,10 @@ def _child(job: Job, make_rank: Callable[[int], Rank], rank: int, pipe: int, par
         def report(**message: Any) -> None:
             os.write(pipe, (json.dumps(message) + "\n").encode())
 
-        from .loop import run_rank
+        from .loop import program, run_rank
 
         try:
+            program(job.run.framework).warm_up()
             run_rank(
                 job.run,
                 make_rank(rank),
