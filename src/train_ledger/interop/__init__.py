@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from train_ledger.spec.config import load_model, merge, model_shape, resolve_run
 from train_ledger.spec.errors import ConfigError
+from train_ledger.spec.model import ModelShape
 from train_ledger.spec.run import Run
 
 
@@ -73,31 +74,33 @@ def read(
     else:
         from .torchtitan import read_native
     native = read_native(value, size, leave_out)
-    named = overrides.get("model")
-    shape = None
-    notes = native.notes
-    if named is None and hf_config is not None:
+    hf = None
+    if hf_config is not None and "model" not in overrides:
         from .hf import read_config
 
-        found = read_config(hf_config)
-        shape = model_shape(file_name(hf_config), found.model or {}, hf_config)
-        native = Native(native.data, found.model, native.ignored + found.ignored, notes + found.notes, native.called)
-    elif named is None:
-        if native.model is None:
-            raise ConfigError("says nothing of the model; give --hf-config FILE or --model M", file=value)
-        shape = model_shape(file_name(value), native.model, value)
-    else:
-        shape = load_model(str(named), "config")
-    data = merge(native.data, overrides)
-    data.pop("model", None)
+        hf = read_config(hf_config)
+        native = replace(native, ignored=native.ignored + hf.ignored, notes=native.notes + hf.notes)
     try:
+        shape = _shape(value, native, hf_config, hf, overrides.get("model"))
+        data = merge(native.data, {k: v for k, v in overrides.items() if k != "model"})
         run = resolve_run(file_name(value), data, value, "config", overrides, model=shape)
     except ConfigError as e:
-        known = (native.called or {}).get(e.key or "")
-        if known and str(e.file) == value:
-            raise ConfigError(e.message, file=value, key=known) from e
+        theirs = (native.called or {}).get(e.key or "")
+        if theirs and str(e.file) == value:
+            raise ConfigError(e.message, file=value, key=theirs) from e
         raise
     return Found(run, native.ignored, native.notes)
+
+
+def _shape(value: str, native: Native, hf_config: str | None, hf: Native | None, named: Any) -> ModelShape:
+    """The model that was named, else that of the Hugging Face file, else what the native configuration says."""
+    if named is not None:
+        return load_model(str(named), "config")
+    if hf is not None and hf_config is not None:
+        return model_shape(file_name(hf_config), hf.model or {}, hf_config)
+    if native.model is None:
+        raise ConfigError("says nothing of the model; give --hf-config FILE or --model M", file=value)
+    return model_shape(file_name(value), native.model, value)
 
 
 def file_name(path: str) -> str:
