@@ -24,6 +24,7 @@ import torch
 from . import nccl
 from .collectives import CollectiveProbe
 from .lifeline import Lifeline
+from .peak import PeakOwners
 from .watch import EngineRuns, ModuleCalls, OptimizerStep
 from .within import MemoryWithin
 
@@ -89,6 +90,7 @@ class MemoryProbe:
         self.nccl_records: list[dict[str, Any]] = []
         self.timeline: list[dict[str, Any]] = []
         self.memory_events: list[dict[str, Any]] = []
+        self._peak: PeakOwners | None = None
 
     @contextlib.contextmanager
     def step(self, step: int) -> Iterator[None]:
@@ -125,6 +127,7 @@ class MemoryProbe:
             within.begin()
             probes.callback(lambda: self.memory_events.extend({"step": step, **e} for e in within.events))
             probes.callback(within.end)
+            self._peak = probes.enter_context(PeakOwners(self.device, self.package))
         calls = probes.enter_context(CollectiveProbe(step, optimizer))
         probes.callback(lambda: self.collectives.extend(calls.rows()))
 
@@ -142,12 +145,16 @@ class MemoryProbe:
         self.timeline.append(nccl.timeline(events, step))
 
     def extra(self) -> dict[str, Any]:
-        """Those optional parts of a rank file that this probe has read: kernels, records, timeline, memory_events."""
+        """Those optional parts of a rank file that this probe has read.
+
+        They are kernels, records, timeline, memory_events, peak.
+        """
         parts = {
             "kernels": self.nccl_kernels,
             "records": self.nccl_records,
             "timeline": {"steps": self.timeline} if self.timeline else {},
             "memory_events": self.memory_events,
+            "peak": self._peak.peak if self._peak else {},
         }
         return {name: part for name, part in parts.items() if part}
 
