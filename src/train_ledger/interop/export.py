@@ -35,7 +35,7 @@ def export(run: Run, directory: str | Path) -> list[Path]:
 
 
 def _megatron(run: Run) -> tuple[dict[str, str], list[str]]:
-    from .megatron import script
+    from .megatron_export import script
 
     return {"run.sh": script(run)}, ["--megatron-args", "run.sh"]
 
