@@ -8,6 +8,7 @@ megatron/core.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable
 
 from train_ledger.spec.groups import Group, coordinates, groups_along
@@ -17,7 +18,7 @@ from train_ledger.spec.run import Run
 from .megatron_check import check
 from .megatron_comm import collectives
 from .megatron_layout import owned
-from .megatron_plan import chunks, plan, sizes
+from .megatron_plan import Plan, chunks, plan, sizes
 from .megatron_state import containers
 
 __all__ = ["check", "coords", "groups", "rank_class", "rank_ledger"]
@@ -84,12 +85,16 @@ def rank_ledger(run: Run, rank: int, step: str = "steady") -> RankLedger:
 
 def rank_class(run: Run, rank: int) -> Hashable:
     """Equal for ranks that keep and send the same. Tensor-parallel ranks never differ; stages of one shape need not."""
-    at, rule = coords(run, rank), plan(run)
-    stage = at["pp"]
+    at = coords(run, rank)
+    return _class(plan(run), at["pp"], _shard(run, at))
+
+
+@functools.lru_cache(maxsize=65536)
+def _class(rule: Plan, stage: int, shard: int) -> Hashable:
     held = chunks(rule, stage)
     mine: Hashable = ()
     if rule.distributed_optimizer:
-        mine = tuple(tuple(sorted(owned(rule, chunk, _shard(run, at)).items())) for chunk in held)
+        mine = tuple(tuple(sorted(owned(rule, chunk, shard).items())) for chunk in held)
     ends = (stage == 0, stage == rule.pp - 1) if rule.pp > 1 else ()
     return (held, ends, mine)
 

@@ -94,8 +94,19 @@ class Chunk(NamedTuple):
     bucketed: bool  # gradients are cut into buckets of `bucket_size`
 
 
+_latest: tuple[Run, Plan] | None = None
+
+
 def plan(run: Run) -> Plan:
-    """The run in Megatron's numbers.
+    """The run in Megatron's numbers, kept for the run asked for last: callers go through thousands of its ranks."""
+    global _latest
+    if _latest is None or _latest[0] is not run:
+        _latest = (run, _plan(run))
+    return _latest[1]
+
+
+def _plan(run: Run) -> Plan:
+    """Megatron's numbers from a run's keys.
 
     Sources: vocabulary padding megatron/training/tokenizer (a multiple of make_vocab_size_divisible_by x tensor
     parallel); bucket size core/distributed/distributed_data_parallel.py:__init__.

@@ -1,0 +1,96 @@
+"""The table of Megatron Core configurations: each is run in world `fake` and held against the prediction, on every
+kind of rank: every container to the byte, every call of the first and of a steady step by op, group, dtype and size.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from train_ledger.launch.launcher import launch
+from train_ledger.predict import predict
+from train_ledger.predict.distinct import rank_classes
+from train_ledger.reconcile.core import predicted_rank, reconcile_collectives, reconcile_resident
+from train_ledger.reconcile.layout import reconcile_layout
+from train_ledger.reconcile.rows import CLEAN
+from train_ledger.spec.config import load_run
+from train_ledger.spec.run import Run
+
+DATA = Path(__file__).parents[1] / "data"
+TABLE: list[dict[str, Any]] = yaml.safe_load((DATA / "megatron_sweep.yaml").read_text(encoding="utf-8"))
+STEPS = (1, 2)
+#: Tied embeddings over interleaved stages, bf16 gradients without the distributed optimizer, fewer query groups than
+#: tensor-parallel ranks, and 96 ranks in uneven stages: seconds each.
+FEW = [1, 8, 14, 20, 22]
+
+pytestmark = pytest.mark.launch
+
+
+def resolved(entry: dict[str, Any], folder: Path) -> Run:
+    """An entry of the table as the run that a user's files would give."""
+    for kind in ("models", "runs"):
+        (folder / kind).mkdir()
+    name = entry["name"]
+    model = folder / "models" / f"{name}.yaml"
+    model.write_text(yaml.safe_dump(entry["model"]), encoding="utf-8")
+    more = {"model": str(model), "world": "fake", "steps": len(STEPS), "probe": {"collective_steps": list(STEPS)}}
+    file = folder / "runs" / f"{name}.yaml"
+    file.write_text(yaml.safe_dump({**entry["run"], **more}), encoding="utf-8")
+    return load_run(file, overrides={"probe": {"lifeline_weight": ""}})
+
+
+def differences(run: Run, folder: Path) -> list[str]:
+    """Launches one rank of each kind, and the last rank; every row that is not exact, as text."""
+    ranks = sorted({*(same[0] for same in rank_classes(run)), run.world_size - 1})
+    launch(run, folder, ranks=ranks)
+    out = []
+    for rank in ranks:
+        measured = json.loads((folder / f"rank{rank}.json").read_text(encoding="utf-8"))
+        for step in STEPS:
+            prediction = predict(run, [rank], "first" if step == 1 else "steady").to_dict()
+            ledger = predicted_rank(prediction, measured)
+            rows: list[Any] = [*reconcile_collectives(prediction, ledger, measured, step)]
+            assert rows
+            if step == STEPS[-1]:
+                rows += [*reconcile_resident(prediction, ledger, measured), *reconcile_layout(prediction, measured)]
+            out += [f"step {step}: {row}" for row in rows if row.verdict not in CLEAN]
+    return out
+
+
+@pytest.mark.parametrize("entry", [TABLE[i] for i in FEW], ids=lambda e: e["name"])
+def test_exact(entry: dict[str, Any], tmp_path: Path) -> None:
+    """A small part of the table."""
+    assert differences(resolved(entry, tmp_path), tmp_path / "out") == []
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("entry", TABLE, ids=lambda e: e["name"])
+def test_exact_everywhere(entry: dict[str, Any], tmp_path: Path) -> None:
+    """The whole table."""
+    assert differences(resolved(entry, tmp_path), tmp_path / "out") == []
+
+
+def test_the_table_is_what_the_generator_makes() -> None:
+    """Nobody has edited it, and it covers every value of every setting."""
+    sys.path.insert(0, str(DATA))
+    from megatron_generate import LAYOUTS, configurations
+
+    assert configurations() == TABLE
+    assert len({json.dumps(e["run"], sort_keys=True) for e in TABLE}) >= 40
+    assert len(TABLE) >= 2 * len(LAYOUTS)
+    for key, values in {
+        "use_distributed_optimizer": {True, False},
+        "overlap_grad_reduce": {True, False},
+        "overlap_param_gather": {True, False},
+        "grad_reduce_in_fp32": {True, False},
+        "pad_buckets_for_high_nccl_busbw": {True, False},
+        "core_attention": {"sdpa", "local"},
+        "recompute_granularity": {None, "selective", "full"},
+        "recompute_method": {None, "uniform", "block"},
+    }.items():
+        assert {e["run"]["megatron"].get(key) for e in TABLE} == values
