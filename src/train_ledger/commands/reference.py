@@ -18,6 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder for reference.json and weights")
     parser.add_argument("--weights", type=Path, metavar="FILE", help="canonical weights; made on the fly if not given")
     parser.add_argument("--config", type=Path, default=Path("config"), metavar="DIR", help="folder of comparisons/")
+    parser.add_argument("--no-weights", action="store_true", help="losses and gradient norms only")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="where it computes")
 
 
@@ -27,15 +28,18 @@ def main(args: argparse.Namespace) -> int:
     from train_ledger.spec.config import load_comparison
 
     comparison = load_comparison(args.comparison, args.config)
-    make(select(comparison.runs).problem, args.weights, args.out, device=args.device)
+    make(select(comparison.runs).problem, args.weights, args.out, device=args.device, with_weights=not args.no_weights)
     return 0
 
 
-def make(problem: Problem, weights: Path | None, out_dir: Path, *, device: str = "cpu") -> dict[str, Any]:
+def make(
+    problem: Problem, weights: Path | None, out_dir: Path, *, device: str = "cpu", with_weights: bool = True
+) -> dict[str, Any]:
     """Train every reference run of a problem and write `reference.json`, last, beside the weights of the plain ones.
 
     Args:
         weights: the canonical checkpoint, or None to generate the same values.
+        with_weights: keep and compare the trained weights too (24 bytes a parameter on disk and in memory).
         device: cpu or cuda. On cpu with one thread, so that the order of sums does not depend on the machine.
 
     Raises:
@@ -76,7 +80,7 @@ def make(problem: Problem, weights: Path | None, out_dir: Path, *, device: str =
             device=device,
             progress=lambda step, loss, name=name: _say(name, step, problem.steps, loss),
         )
-        plain = name in ("bf16", "fp32")
+        plain = with_weights and name in ("bf16", "fp32")
         if plain:  # the others are compared and dropped
             kept[name] = done.weights
             write_weights(out_dir / f"{name}.safetensors", done.weights)

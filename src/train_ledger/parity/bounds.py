@@ -89,7 +89,8 @@ def measure(reference: Reference, left_dtype: str, right_dtype: str) -> dict[str
         )
     names = ", ".join(r["name"] for r in others)
     out = {}
-    for quantity in QUANTITIES:
+    compared = any(r["compared_to"] for r in reference.runs)  # else the reference was made without weights
+    for quantity in QUANTITIES if compared else ("loss", "grad_norm"):
         values = [v for other in others for v in _samples(quantity, other, base)]
         rms = math.sqrt(math.fsum(v * v for v in values) / len(values))
         source = f"{DEVIATIONS:g} x the root mean square difference of {names} from {base['name']}"

@@ -230,7 +230,7 @@ def _compare_pair(
     rows = _weight_rows(left, right, bounds, model, initial, references)
     result.weights += rows
     for quantity in ("update", "along"):
-        out[quantity] = _worst(rows, quantity, bounds[quantity].bound)
+        out[quantity] = _worst(rows, quantity, bounds[quantity].bound) if rows else None
     wrong = [r for r in rows if r["verdict"] != "equal"]
     if wrong:
         worst = max(wrong, key=lambda r: r["update"])
