@@ -106,3 +106,12 @@ def test_objects_that_raise_on_inspection_are_passed_over() -> None:
 def test_plain_tensors_are_their_own_parts() -> None:
     plain = torch.zeros(2)
     assert parts(plain) == [plain]
+
+
+def test_fake_tensors_count_as_what_they_stand_for() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        whole = torch.empty(1000, 1000, device="cuda")
+        found = row(census([("param", "framework", whole[:10])]), "param")
+    assert (found["device"], found["bytes"], found["numel"]) == ("cuda", 4_000_000, 10_000)

@@ -20,6 +20,8 @@ def test_steps_are_recorded_and_dumped(tmp_path: Path, monkeypatch: pytest.Monke
     for i in range(3):
         with probe.step(i):
             model(torch.ones(1, 3)).sum().backward()
+    found = probe.census(param=model.parameters(), grad=[p.grad for p in model.parameters()])
+    assert {c["name"]: c["bytes"] for c in found["containers"]} == {"param": 48, "grad": 48}
     file = probe.dump(tmp_path / "sub" / "probe.json")
     assert file == tmp_path / "sub" / "probe.rank3.json"
     data = json.loads(file.read_text())
@@ -28,6 +30,7 @@ def test_steps_are_recorded_and_dumped(tmp_path: Path, monkeypatch: pytest.Monke
     assert [r["step"] for r in data["records"]] == [0, 1, 2]
     assert all(r["time_s"] > 0 and r["memory"] is None for r in data["records"])
     assert data["collectives"] == []
+    assert data["census"] == found
     assert list(file.parent.iterdir()) == [file]
 
 

@@ -153,13 +153,20 @@ class Attempt:
         }
         validate(done, "launch", file=self.target / "run.json", error=DataError)
         self._check_claim()
+        try:
+            self._move(ranks)
+            write_json(self.target / "run.json", done)
+        except OSError as e:
+            raise LaunchError(f"cannot be written: {e.strerror or e}", file=e.filename or self.target) from e
+
+    def _move(self, ranks: Sequence[int]) -> None:
+        """Files of an older launch go, those of this one come."""
         (self.target / "run.json").unlink(missing_ok=True)
         mine = {name.replace("*", str(rank)) for name in PUBLISHED for rank in ranks}
         for old in [p for name in PUBLISHED for p in self.target.glob(name) if p.name not in mine]:
             old.unlink()
         for file in sorted(self.directory.iterdir()):
             os.replace(file, self.target / file.name)
-        write_json(self.target / "run.json", done)
 
     def keep_logs(self, error: LaunchError) -> LaunchError:
         """After a failure: logs move to the target, the error that names one names it there, and its end is shown."""

@@ -27,10 +27,10 @@ SCHEMA = "train-ledger/rank/1"
 
 
 def program(name: str) -> Program:
-    """The training program of a framework, after a check that the version installed is the one that was verified.
+    """The training program of a framework, imported. The version installed must be the one that was verified.
 
     Raises:
-        LaunchError: the framework is missing, or of another version.
+        LaunchError: the framework is missing, of another version, or does not import.
     """
     wanted = FRAMEWORKS[name]
     try:
@@ -42,8 +42,12 @@ def program(name: str) -> Program:
             f"{wanted.distribution} {found} is installed, but {wanted.version} is what the ledger was verified with; "
             "its rules would be another version's"
         )
-    module: Any = importlib.import_module(wanted.launch)
-    return module  # type: ignore[no-any-return]
+    module: Program = importlib.import_module(wanted.launch)  # type: ignore[assignment]
+    try:
+        module.warm_up()
+    except (ImportError, OSError) as e:  # a part that is missing, a shared library that does not load
+        raise LaunchError(f"{wanted.distribution} {found} cannot be imported: {type(e).__name__}: {e}") from e
+    return module
 
 
 def run_rank(
@@ -85,10 +89,10 @@ def run_rank(
         profile_steps=run.probe.collective_steps,
         device=rank.device,
         rank=rank.rank,
-        package=FRAMEWORKS[run.framework].package,
         optimizer=session.optimizer_steps(),
         weight=session.weight(run.probe.lifeline_weight) if run.probe.lifeline_weight else None,
-        kernels=rank.device.type == "cuda" and rank.world == "nccl",
+        kernels=rank.world == "nccl",
+        settle_steps=(run.steps, *run.probe.collective_steps),
     )
     done(0)
     steps = []

@@ -94,7 +94,10 @@ def _start(job: Job, make_rank: Callable[[int], Rank], rank: int) -> _Child:
     sys.stderr.flush()
     read, write = os.pipe()
     parent = os.getpid()
-    pid = os.fork()
+    try:
+        pid = os.fork()
+    except OSError as e:
+        raise LaunchError(f"{job.run.name}: rank {rank} cannot be started: {e.strerror or e}") from e
     if pid == 0:
         os.close(read)
         _child(job, make_rank, rank, write, parent)
@@ -122,7 +125,7 @@ def _child(job: Job, make_rank: Callable[[int], Rank], rank: int, pipe: int, par
         from .loop import program, run_rank
 
         try:
-            program(job.run.framework).warm_up()
+            program(job.run.framework)
             run_rank(
                 job.run,
                 make_rank(rank),

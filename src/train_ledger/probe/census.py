@@ -20,15 +20,15 @@ def parts(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def storage_key(tensor: torch.Tensor) -> tuple[str, int] | None:
-    """Identity of a tensor's storage; None for one without memory (meta and fake tensors, sparse, freed storages)."""
+    """Identity of a tensor's storage; None for one without memory (meta tensors, sparse ones, freed storages).
+
+    A FakeTensor counts as what it stands for: it names the device and has a storage of the true size, without memory.
+    """
     if tensor.device.type == "meta" or tensor.layout is not torch.strided:
         return None
     try:
         storage = tensor.untyped_storage()
-        # FakeTensor says "cpu" or "cuda", but its storage is on meta.
-        if storage.device.type == "meta" or storage.nbytes() == 0:
-            return None
-        return storage.device.type, storage._cdata
+        return (tensor.device.type, storage._cdata) if storage.nbytes() else None
     except (RuntimeError, NotImplementedError):
         return None
 

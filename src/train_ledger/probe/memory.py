@@ -12,6 +12,7 @@ Needs nothing but torch, so that it serves any training script:
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import time
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 
 from . import nccl
+from .census import census
 from .collectives import CollectiveProbe
 from .lifeline import Lifeline
 from .peak import PeakOwners
@@ -59,11 +61,13 @@ class MemoryProbe:
         profile_steps: steps of which the collectives (and, if asked for, lifeline and kernels) are recorded.
         device: where the training runs; the current CUDA device if there is one, else the CPU.
         rank: number of this rank; by default the environment's RANK.
-        package: import name of the framework, for call sites; by default the first frame outside of torch.
         optimizer: (object, method name) of the optimizer step, so that calls in it are told apart.
         weight: the weight to follow (`train_ledger.launch.session.Weight` or anything with its attributes).
-        kernels: read NCCL kernels and their records with torch.profiler, in the last of `profile_steps`. If there are
-            several, nothing else is recorded in that one, so that its times are true.
+        kernels: read NCCL kernels and their records with torch.profiler, in the last of `profile_steps`; by default
+            where the device is CUDA. If there are several such steps, nothing else is recorded in the last, so that its
+            times are true.
+        settle_steps: steps after which Python's garbage is collected before memory is read, so that the reading is of
+            what a census would find.
     """
 
     def __init__(
@@ -73,16 +77,18 @@ class MemoryProbe:
         *,
         device: torch.device | None = None,
         rank: int | None = None,
-        package: str = "",
         optimizer: tuple[object, str] | None = None,
         weight: Any = None,
-        kernels: bool = False,
+        kernels: bool | None = None,
+        settle_steps: Iterable[int] = (),
     ) -> None:
         self.tag = tag
         self.profile_steps = frozenset(profile_steps)
         self.device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.rank = int(os.environ.get("RANK", "0")) if rank is None else rank
-        self.package, self.optimizer, self.weight, self.kernels = package, optimizer, weight, kernels
+        self.optimizer, self.weight = optimizer, weight
+        self.kernels = self.device.type == "cuda" if kernels is None else kernels
+        self.settle_steps = frozenset(settle_steps)
         self.records: list[dict[str, Any]] = []
         self.collectives: list[dict[str, Any]] = []
         self.lifeline: dict[str, Any] | None = None
@@ -90,6 +96,7 @@ class MemoryProbe:
         self.nccl_records: list[dict[str, Any]] = []
         self.timeline: list[dict[str, Any]] = []
         self.memory_events: list[dict[str, Any]] = []
+        self.last_census: dict[str, Any] | None = None
         self._peak: PeakOwners | None = None
 
     @contextlib.contextmanager
@@ -103,6 +110,8 @@ class MemoryProbe:
             yield
             self._wait()
             took = time.perf_counter() - began
+        if step in self.settle_steps:
+            gc.collect()
         self.records.append({"step": step, "time_s": took, "memory": self._memory(), "memory_before": before})
 
     def _record(self, step: int, probes: contextlib.ExitStack) -> None:
@@ -158,12 +167,23 @@ class MemoryProbe:
         }
         return {name: part for name, part in parts.items() if part}
 
+    def census(self, **owners: Iterable[torch.Tensor]) -> dict[str, Any]:
+        """Every storage that is alive now, by who owns it; what nobody is named for, by shape. Kept for `dump`.
+
+        Args:
+            owners: tensors by the name of their container, as in `census(param=model.parameters())`.
+        """
+        claims = ((name, "script", tensor) for name, tensors in owners.items() for tensor in tensors)
+        self.last_census = census(claims)
+        return self.last_census
+
     def dump(self, path: str | os.PathLike[str]) -> Path:
         """Writes `<path without suffix>.rank<r>.json`, under a temporary name first."""
         path = Path(path)
         target = path.with_name(f"{path.stem}.rank{self.rank}{path.suffix or '.json'}")
         target.parent.mkdir(parents=True, exist_ok=True)
         data = {"tag": self.tag, "rank": self.rank, "records": self.records, "collectives": self.collectives}
+        data |= {"census": self.last_census, "lifeline": self.lifeline, **self.extra()}
         partial = target.with_name(f".{target.name}.tmp")
         partial.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
         partial.replace(target)

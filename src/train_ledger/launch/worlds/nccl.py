@@ -27,7 +27,7 @@ from train_ledger.launch.arguments import read_resolved
 from train_ledger.launch.cuda import cuda_device
 from train_ledger.launch.failures import describe, rebuild
 from train_ledger.launch.launcher import Attempt
-from train_ledger.launch.loop import program, run_rank
+from train_ledger.launch.loop import run_rank
 from train_ledger.launch.processes import die_with, log_to, terminate_as_exception
 from train_ledger.launch.progress import Progress
 from train_ledger.launch.session import Rank
@@ -47,7 +47,6 @@ def run_ranks(job: Job) -> None:
     found = torch.cuda.device_count()
     if found < job.run.world_size:
         raise LaunchError(f"{job.run.name}: world nccl needs {job.run.world_size} GPUs, this machine shows {found}")
-    program(job.run.framework)
     start_torchrun(job)
 
 
@@ -167,7 +166,6 @@ def main(argv: list[str] | None = None) -> int:
                 shown.step(0, step)
 
     try:
-        program(run.framework).warm_up()
         where = make_rank(run, rank)
         run_rank(run, where, folder, weights=args.weights, export=args.export, on_step=on_step)
         if attempt and rank == 0:

@@ -1,0 +1,146 @@
+"""Parts of the engine that need no processes: progress, resolved runs, worlds, failures in words."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from train_ledger.launch import failures, progress
+from train_ledger.launch.arguments import read_resolved
+from train_ledger.launch.worlds import WORLDS, world
+from train_ledger.spec.config import load_comparison
+from train_ledger.spec.errors import ConfigError, DataError, LaunchError
+from train_ledger.spec.run import Run
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def run() -> Run:
+    return load_comparison("laptop", ROOT / "config").runs["megatron-tp2-pp2-dp2"]
+
+
+class Clock:
+    """time.monotonic, by hand."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is one."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(progress, "time", made)
+    return made
+
+
+def test_progress_in_a_log_is_a_line_a_step_and_no_more(clock: Clock) -> None:
+    stream = io.StringIO()
+    shown = progress.Progress("r", 4, 2, stream)
+    for step in range(5):
+        for rank in (0, 1):
+            clock.now += 3
+            shown.tick()
+            shown.step(rank, step)
+    shown.close()
+    lines = stream.getvalue().splitlines()
+    assert lines[0] == "r: step 0/4 on 2 ranks, 6 s"
+    assert lines[-1] == "r: step 4/4 on 2 ranks, 30 s"
+    assert len(lines) == 5
+    assert lines[2] == "r: step 2/4 on 2 ranks, 18 s, about 15 s to go"
+
+
+def test_progress_on_a_terminal_rewrites_one_line(clock: Clock) -> None:
+    stream = Terminal()
+    shown = progress.Progress("r", 2, 1, stream)
+    shown.tick()
+    assert stream.getvalue() == "r: starting 1 ranks (0 ready), 0 s"
+    shown.step(0, 0)
+    shown.close()
+    assert "\n" not in stream.getvalue()
+    assert stream.getvalue().endswith("\r" + " " * len("r: step 0/2 on 1 ranks, 0 s") + "\r")
+
+
+def test_a_resolved_run_comes_back(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "run.json"
+    file.write_text(json.dumps(run.to_dict()))
+    again = read_resolved(file)
+    assert again.to_dict() == run.to_dict()
+    assert again.sha256() == run.sha256()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda d: d.clear(), "is not a resolved run"),
+        (lambda d: d.update(name="../x"), "'../x' is not a name"),
+        (lambda d: d.update(framework="jax"), "'jax' is not a framework"),
+        (lambda d: d.update(world_size=9), "world_size: is 9"),
+        (lambda d: d.update(surprise=1), "surprise"),
+        (lambda d: d.update(model=None), "is not a resolved run: TypeError"),
+        (lambda d: d["model"].update(num_attention_heads=0), "model.num_attention_heads: 0 is less than"),
+        (lambda d: d["settings"].update(bucket_sise=1), "settings.bucket_sise: unknown key"),
+        (lambda d: d["optimizer"].update(lr=float("nan")), "optimizer.lr: nan"),
+        (lambda d: d.update(world_size="8"), "world_size"),
+    ],
+)
+def test_a_resolved_run_that_is_none(run: Run, change: object, words: str, tmp_path: Path) -> None:
+    data = json.loads(json.dumps(run.to_dict()))
+    change(data)  # type: ignore[operator]
+    file = tmp_path / "run.json"
+    file.write_text(json.dumps(data))
+    with pytest.raises(ConfigError, match=r"run\.json") as caught:
+        read_resolved(file)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("text", [None, "", "[]", "[1", "nan", '"x"', "\xff"])
+def test_a_file_that_is_no_run(text: str | None, tmp_path: Path) -> None:
+    file = tmp_path / "run.json"
+    if text is not None:
+        file.write_bytes(text.encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"run\.json"):
+        read_resolved(file)
+
+
+def test_worlds_are_found_by_name() -> None:
+    assert set(WORLDS) == {"cpu", "fake", "shared", "nccl"}
+    for name in WORLDS:
+        assert callable(world(name).run_ranks)
+    with pytest.raises(ConfigError, match="there is no world 'tpu'; known: cpu, fake, shared, nccl"):
+        world("tpu")
+
+
+@pytest.mark.parametrize(
+    ("step", "words"),
+    [(-1, "while it was being built"), (0, "in step 1"), (3, "in step 4"), (4, "after the last step")],
+)
+def test_where_a_rank_was(run: Run, step: int, words: str) -> None:
+    assert run.steps == 4
+    assert failures.where(run, step) == words
+
+
+def test_errors_travel_as_what_they_are(run: Run) -> None:
+    log = Path("rank3.log")
+    for error in (ConfigError("bad", file="a.yaml", key="b.c"), DataError("gone", file="w", key="t")):
+        back = failures.rebuild(run, 3, 0, failures.describe(error), log)
+        assert type(back) is type(error)
+        assert str(back) == str(error)
+    back = failures.rebuild(run, 3, 1, failures.describe(RuntimeError("line\nbreak")), log)
+    assert isinstance(back, LaunchError)
+    assert str(back) == f"rank3.log: {run.name}: rank 3 failed in step 2: RuntimeError: line break"
+    own = failures.rebuild(run, 3, 1, failures.describe(LaunchError("the loss is nan")), log)
+    assert str(own) == f"rank3.log: {run.name}: rank 3 failed in step 2: the loss is nan"
