@@ -11,16 +11,20 @@ from typing import Any
 
 import yaml
 
-SEED, COUNT = 20261129, 66
+SEED, COUNT = 20261129, 70
 
-#: (tensor, sequence parallel, pipeline, virtual, data): every kind of layout in turn; some no machine here could hold.
+#: (tensor, sequence parallel, context, pipeline, virtual, data): every kind of layout in turn; some no machine here
+#: could hold.
 LAYOUTS = [
-    (1, False, 1, 1, 1), (1, False, 1, 1, 3), (1, False, 1, 1, 8), (2, True, 1, 1, 1), (2, False, 1, 1, 2),
-    (3, True, 1, 1, 4), (4, True, 1, 1, 3), (4, False, 1, 1, 2), (8, True, 1, 1, 2), (8, False, 1, 1, 5),
-    (1, False, 2, 1, 2), (1, False, 3, 1, 2), (1, False, 8, 1, 1), (2, True, 2, 1, 2), (2, False, 2, 1, 3),
-    (2, True, 3, 1, 1), (4, True, 4, 1, 2), (3, False, 4, 1, 2), (8, True, 8, 1, 4), (2, True, 8, 1, 2),
-    (1, False, 2, 2, 2), (1, False, 2, 3, 1), (2, True, 2, 2, 2), (2, False, 3, 2, 2), (4, True, 4, 2, 1),
-    (1, False, 4, 3, 3), (2, True, 8, 2, 2), (1, False, 5, 1, 2), (6, True, 2, 1, 2), (5, True, 6, 1, 1),
+    (1, False, 1, 1, 1, 1), (1, False, 1, 1, 1, 3), (1, False, 1, 1, 1, 8), (2, True, 1, 1, 1, 1),
+    (2, False, 1, 1, 1, 2), (3, True, 1, 1, 1, 4), (4, True, 1, 1, 1, 3), (4, False, 1, 1, 1, 2),
+    (8, True, 1, 1, 1, 2), (8, False, 1, 1, 1, 5), (1, False, 1, 2, 1, 2), (1, False, 1, 3, 1, 2),
+    (1, False, 1, 8, 1, 1), (2, True, 1, 2, 1, 2), (2, False, 1, 2, 1, 3), (2, True, 1, 3, 1, 1),
+    (4, True, 1, 4, 1, 2), (3, False, 1, 4, 1, 2), (8, True, 1, 8, 1, 4), (2, True, 1, 8, 1, 2),
+    (1, False, 1, 2, 2, 2), (1, False, 1, 2, 3, 1), (2, True, 1, 2, 2, 2), (2, False, 1, 3, 2, 2),
+    (4, True, 1, 4, 2, 1), (1, False, 1, 4, 3, 3), (2, True, 1, 8, 2, 2), (1, False, 1, 5, 1, 2),
+    (6, True, 1, 2, 1, 2), (5, True, 1, 6, 1, 1), (1, False, 2, 1, 1, 2), (2, True, 3, 1, 1, 2),
+    (4, False, 2, 2, 1, 1), (2, True, 2, 2, 2, 2), (1, False, 4, 3, 1, 2),
 ]  # fmt: skip
 
 #: Each recomputation that Megatron runs without Transformer Engine.
@@ -44,7 +48,7 @@ LLAMA3_SCALING = {
 }
 
 
-def model(draw: random.Random, tp: int, sp: bool) -> dict[str, Any]:
+def model(draw: random.Random, tp: int, sp: bool, cp: int) -> dict[str, Any]:
     """A small GPT; its sizes divide by as little as Megatron allows."""
     groups = draw.choice([1, 2, 3, 4, 8])
     heads = groups * draw.choice([1, 2, 3])
@@ -53,6 +57,7 @@ def model(draw: random.Random, tp: int, sp: bool) -> dict[str, Any]:
     biases = draw.choice(["none", "none", "qkv", "all"])
     positions = draw.choice(["rope", "rope", "learned", "none"])
     sequence = tp * draw.choice([3, 4, 6]) if sp else draw.choice([9, 16, 21])
+    sequence *= 2 * cp if cp > 1 else 1
     return {
         "hidden_size": draw.choice([20, 36, 44, 60, 72, 100]),
         "num_attention_heads": heads,
@@ -113,8 +118,10 @@ def configurations(seed: int = SEED, count: int = COUNT) -> list[dict[str, Any]]
     draw = random.Random(seed)
     out: list[dict[str, Any]] = []
     while len(out) < count:
-        tp, sp, pp, vp, dp = LAYOUTS[len(out) % len(LAYOUTS)]
-        shape, own = model(draw, tp, sp), settings(draw)
+        tp, sp, cp, pp, vp, dp = LAYOUTS[len(out) % len(LAYOUTS)]
+        shape, own = model(draw, tp, sp, cp), settings(draw)
+        if cp > 1:
+            own["core_attention"] = "sdpa"
         shape["num_layers"], uneven = layers(draw, pp, vp)
         micro = draw.choice([1, 1, 2, 3])
         micro_batches = pp * draw.choice([1, 2]) if vp > 1 else draw.choice([1, 2, 3, 5])
@@ -127,12 +134,13 @@ def configurations(seed: int = SEED, count: int = COUNT) -> list[dict[str, Any]]
                 "model": shape,
                 "run": {
                     "framework": "megatron",
-                    "world_size": tp * pp * dp,
+                    "world_size": tp * cp * pp * dp,
                     "micro_batch": micro,
                     "global_batch": micro * micro_batches * dp,
                     "parallel": {
                         "tensor_parallel": tp,
                         "sequence_parallel": sp,
+                        "context_parallel": cp,
                         "pipeline_parallel": pp,
                         "virtual_pipeline_parallel": vp,
                         "data_parallel": dp,

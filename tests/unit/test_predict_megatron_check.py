@@ -25,7 +25,7 @@ SHAPE: dict[str, Any] = {
 def refusal(model: dict[str, Any] | None = None, settings: dict[str, Any] | None = None, **run: Any) -> ConfigError:
     """The error that this run meets."""
     shape = model_shape("m", SHAPE | (model or {}), "m.yaml")
-    data = {"framework": "megatron", "global_batch": 16, "megatron": settings or {}} | run
+    data = {"framework": "megatron", "global_batch": 24, "megatron": settings or {}} | run
     with pytest.raises(ConfigError) as caught:
         megatron.check(resolve_run("r", data, Path("r.yaml"), "config", model=shape))
     return caught.value
@@ -43,7 +43,17 @@ def layout(**parallel: Any) -> dict[str, Any]:
     ("case", "key", "words"),
     [
         (layout(sequence_parallel=True), "parallel.sequence_parallel", "without tensor parallelism"),
-        (layout(context_parallel=2), "parallel.context_parallel", "TEDotProductAttention"),
+        (layout(context_parallel=3), "parallel.context_parallel", "not divisible by 2 x context parallel 3"),
+        (
+            layout(context_parallel=2) | {"megatron": {"core_attention": "local"}},
+            "megatron.core_attention",
+            "TEDotProductAttention",
+        ),
+        (
+            layout(context_parallel=4, tensor_parallel=8, sequence_parallel=True) | {"seq_length": 48},
+            "parallel.sequence_parallel",
+            "12 tokens",
+        ),
         (layout(pipeline_parallel=3), "parallel.pipeline_parallel", "8 layers are not divisible by 3"),
         (
             layout(pipeline_parallel=2, virtual_pipeline_parallel=3),

@@ -162,18 +162,25 @@ class MegatronSession:
                 torch.from_numpy(sample(run.seed, j, run.seq_length + 1, run.model.vocab_size))
                 for j in range(first, first + run.micro_batch)
             ]
-            text = torch.stack(rows)
+            text = torch.stack(rows).to(self.device)
             yield (
-                text[:, :-1].to(self.device) if model.pre_process else None,
-                text[:, 1:].to(self.device) if model.post_process else None,
+                text[:, self._positions()] if model.pre_process else None,
+                text[:, self._positions() + 1] if model.post_process else None,
             )
+
+    def _positions(self) -> torch.Tensor:
+        """Positions within the sequence of the tokens that this context-parallel rank holds."""
+        from .megatron_model import own_positions
+
+        ranks = self.run.parallel.context_parallel
+        return own_positions(self.run.seq_length, ranks, self.coords["cp"], self.device)
 
     def _forward(self, batches: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
         """Forward of one micro-batch; on the last stage Megatron's loss a token, [batch, sequence]."""
         tokens, labels = next(batches)
         positions = None
         if tokens is not None and self.run.model.position_embedding == "learned":
-            positions = torch.arange(tokens.shape[1], device=self.device).expand_as(tokens)
+            positions = self._positions().expand_as(tokens)
         return model(tokens, positions, None, labels=labels), _sum_of_losses
 
     def _mean_loss(self, step: int, reports: list[dict[str, torch.Tensor]]) -> float | None:

@@ -11,7 +11,11 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig
-from megatron.core.tensor_parallel import set_defaults_if_not_set_tensor_model_parallel_attributes
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import (
+    gather_from_sequence_parallel_region,
+    set_defaults_if_not_set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -129,18 +133,37 @@ def torch_norm(config: TransformerConfig, hidden_size: int, eps: float = 1e-5, *
     return module
 
 
+def own_positions(seq_length: int, ranks: int, rank: int, device: torch.device) -> torch.Tensor:
+    """Positions of the tokens that one context-parallel rank holds.
+
+    The sequence is cut into 2 x `ranks` pieces, and rank r takes piece r from the front and piece r from the back, so
+    that causal attention costs all the same (megatron/core/utils.py:get_batch_on_this_cp_rank).
+    """
+    pieces = torch.arange(seq_length, device=device).chunk(2 * ranks)
+    return torch.cat((pieces[rank], pieces[-1 - rank]))
+
+
 class SdpaAttention(torch.nn.Module):
-    """Causal attention by PyTorch's kernel, in the place of Megatron's unfused one, whose scores take sequence^2
-    elements.
+    """Causal attention by PyTorch's kernel, in the place of Megatron's own, whose scores take sequence^2 elements.
+
+    Under context parallelism each rank gathers all keys and values and reduce-scatters their gradients, as Transformer
+    Engine does with `cp_comm_type="all_gather"`. Megatron's own attention has no context parallelism.
     """
 
-    def __init__(self, config: TransformerConfig, **_: Any) -> None:
+    def __init__(self, config: TransformerConfig, *, pg_collection: ProcessGroupCollection, **_: Any) -> None:
         super().__init__()
+        self.cp_group = pg_collection.cp
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         """Sequence, batch, heads, head width for all three; gives sequence, batch, heads x width."""
+        mask, ranks = None, self.cp_group.size()
+        if ranks > 1:
+            key, value = (gather_from_sequence_parallel_region(x, group=self.cp_group) for x in (key, value))
+            held = [own_positions(key.shape[0], ranks, r, key.device) for r in range(ranks)]
+            mask = held[self.cp_group.rank()][:, None] >= torch.cat(held)[None, :]
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        grouped = q.shape[1] != k.shape[1]
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
         return out.permute(2, 0, 1, 3).flatten(2)
 
 

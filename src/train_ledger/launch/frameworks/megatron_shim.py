@@ -21,10 +21,11 @@ CUDA_TYPE_NAMES = {
 
 
 class CpuForCuda(TorchFunctionMode):
-    """Three literals in Megatron Core's source.
+    """Literals in Megatron Core's source.
 
     - `device="cuda"` in factory calls (pipeline_parallel/schedules.py, optimizer/optimizer.py, optimizer/clip_grads.py)
     - `Tensor.cuda()` (models/common/language_module/language_module.py, tied embeddings)
+    - `pin_memory=True` (models/common/embeddings/rope_utils.py, context parallelism)
     - `param.type() == "torch.cuda.BFloat16Tensor"` (optimizer/distrib_optimizer.py, optimizer/optimizer.py)
     """
 
@@ -32,6 +33,8 @@ class CpuForCuda(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if kwargs.get("pin_memory"):
+            kwargs = {**kwargs, "pin_memory": False}
         if str(kwargs.get("device", "")).startswith("cuda"):
             kwargs = {**kwargs, "device": "cpu"}
         elif func is torch.Tensor.type and len(args) == 1 and not kwargs:

@@ -81,12 +81,27 @@ def _tensor_parallel(run: Run) -> None:
             "parallel.tensor_parallel",
             f"{rows} rows of QKV are not divisible by {tp} (core/utils.py:divide in ColumnParallelLinear)",
         )
-    if p.context_parallel > 1:
+    cp = p.context_parallel
+    if cp > 1 and run.settings["core_attention"] == "local":
+        _refuse(
+            run,
+            "megatron.core_attention",
+            "Context parallelism is only supported by TEDotProductAttention "
+            "(transformer/dot_product_attention.py), and by the sdpa core of this program",
+        )
+    if cp > 1 and run.seq_length % (2 * cp):
         _refuse(
             run,
             "parallel.context_parallel",
-            "Context parallelism is only supported by TEDotProductAttention (transformer/dot_product_attention.py); "
-            "Transformer Engine is not part of this environment and what it sends is not modelled",
+            f"seq_length {run.seq_length} is not divisible by 2 x context parallel {cp} "
+            "(megatron/training/arguments.py:validate_args)",
+        )
+    if p.sequence_parallel and run.seq_length // cp % tp:
+        _refuse(
+            run,
+            "parallel.sequence_parallel",
+            f"{run.seq_length // cp} tokens of a context-parallel rank are not divisible by tensor_parallel {tp} "
+            "(tensor_parallel/mappings.py:_split_along_first_dim)",
         )
 
 

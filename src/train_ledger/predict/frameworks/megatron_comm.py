@@ -25,6 +25,7 @@ def collectives(plan: Plan, stage: int, first: bool = False) -> tuple[Collective
     rows: list[Collective] = []
     for chunk in held:
         rows.extend(_tensor_parallel(plan, chunk))
+        rows.extend(_context_parallel(plan, chunk))
         rows.extend(_data_parallel(plan, chunk, stage, first))
     rows.extend(_pipeline(plan, held, stage))
     rows.extend(_finalize(plan, held, stage))
@@ -121,6 +122,28 @@ def recomputed_layers(plan: Plan, chunk: Chunk) -> tuple[int, int]:
     if plan.recompute == "selective" and "mlp" in plan.recompute_modules:
         return 0, chunk.layers
     return 0, 0
+
+
+def _context_parallel(plan: Plan, chunk: Chunk) -> Iterator[Collective]:
+    """Keys and values of every layer, gathered in forward and their gradients scattered in backward.
+
+    The attention core of this program does as Transformer Engine does with `cp_comm_type="all_gather"`.
+    """
+    if plan.cp == 1:
+        return
+    heads = max(plan.query_groups // plan.tp, 1)
+    part = plan.seq * plan.micro_batch * heads * plan.head_dim
+    again, _ = recomputed_layers(plan, chunk)
+    if plan.recompute == "selective" and "core_attn" in plan.recompute_modules:
+        again = chunk.layers
+    rule = "tensor_parallel/mappings.py:_GatherFromSequenceParallelRegion"
+    for layers, phase in ((chunk.layers, "forward"), (again, "backward")):
+        count = 2 * layers * plan.micro_batches
+        yield Collective("all_gather", "cp", BF16, part, part * plan.cp, count, "attention", phase, f"{rule}.forward")
+    count = 2 * chunk.layers * plan.micro_batches
+    yield Collective(
+        "reduce_scatter", "cp", BF16, part * plan.cp, part, count, "attention", "backward", f"{rule}.backward"
+    )
 
 
 def _data_parallel(plan: Plan, chunk: Chunk, stage: int, first: bool) -> Iterator[Collective]:
