@@ -282,22 +282,23 @@ def terms(sizes: Sizes, b: Precision, moments: int, lay: Any) -> tuple[Any, Any,
     m = lay.num_micro_batches
     gathered = (zero >= 3) * lay.gathers * m + (zero == 1) + (zero == 2)
     reduced = (zero == 1) + (zero >= 2) * m
-    dp_gather = gathered * b.gathered * numel * (d - 1) // d
-    dp_scatter = reduced * b.reduced * numel * (d - 1) // d
+    dp_gather = gathered * (b.gathered * numel * (d - 1) // d)
+    dp_scatter = reduced * (b.reduced * numel * (d - 1) // d)
     # Without ZeRO an all-reduce over all replicas; with HSDP (zero 3) one of each shard over the copies.
     dp_reduce = 2 * (zero == 0) * b.reduced * numel * (d * r - 1) // (d * r)
     dp_reduce = dp_reduce + 2 * (zero >= 1) * b.reduced * numel * (r - 1) // (d * r)
 
     act = lay.seq_length // cp * lay.micro_batch * sizes.hidden_size * 2  # one bf16 activation of this GPU's tokens
     sp = lay.sequence_parallel * (tp > 1)
-    tp_gather = sp * m * layers * lay.tp_all_gathers * act * (tp - 1) // tp
-    tp_scatter = sp * m * layers * lay.tp_reduce_scatters * act * (tp - 1) // tp
-    tp_reduce = (1 - sp) * m * layers * 4 * 2 * act * (tp - 1) // tp
+    part = act * (tp - 1) // tp
+    tp_gather = sp * m * layers * lay.tp_all_gathers * part
+    tp_scatter = sp * m * layers * lay.tp_reduce_scatters * part
+    tp_reduce = (1 - sp) * m * layers * 4 * 2 * part
     # Ring attention: keys and values go round once in forward; in backward they go round again with their gradients.
     kv = lay.seq_length // cp * lay.micro_batch * (-(-2 * sizes.kv_size // tp)) * 2
     cp_send = m * layers * 3 * kv * (cp - 1)
     # A middle stage sends activations on and gradients back; of two stages each does one of them.
-    pp_send = m * (split + (pp > 2)) * act // (1 + (tp - 1) * sp)
+    pp_send = m * (split + (pp > 2)) * (act // (1 + (tp - 1) * sp))
     return (
         numel,
         params,

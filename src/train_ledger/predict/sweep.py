@@ -128,11 +128,13 @@ def sweep(st: StateBytes, layouts: Grid, device_bytes: int, *, keep_free_bytes: 
     Raises:
         ConfigError: numbers too large for 64 bits.
     """
-    # The largest products before a division, in floating point, row by row.
+    # The largest products, in floating point, row by row.
     m, data = layouts.num_micro_batches.astype(float), layouts.shard.astype(float) * layouts.replicate
-    tokens = m * layouts.micro_batch * layouts.seq_length
-    activations = tokens * (8.0 * 2 * st.sizes.hidden_size * st.sizes.num_layers) * layouts.tensor_parallel
-    if max((8.0 * st.numel * m * data).max(), (activations * layouts.context_parallel).max()) >= 2.0**62:
+    activations = m * layouts.micro_batch * layouts.seq_length * (8.0 * 2 * st.sizes.hidden_size * st.sizes.num_layers)
+    z, tp = st.sizes, layouts.tensor_parallel
+    rank_numel = 2.0 * st.numel / (tp * layouts.pipeline_parallel) + (z.embedding + z.head_if_split) / tp
+    rank_numel = rank_numel + 1.0 * z.num_layers * z.layer_whole
+    if max((8.0 * rank_numel * np.maximum(m, data)).max(), activations.max()) >= 2.0**62:
         raise ConfigError("the model and the batch are too large for a sweep in 64-bit numbers", key="global_batch")
     numel, params, grads, optim, wire = terms(st.sizes, st.precision, st.moments, layouts)
     state = params + grads + optim
