@@ -80,13 +80,18 @@ def start():
 
 
 def failures():
-    """The one line that each failed job of this workflow left in its log."""
+    """What each failed job of this workflow said, once more, as the last thing that is seen."""
     for log in sorted(Path("logs").glob(f"{COMPARISON}/**/*.log")):
-        last = (log.read_text(encoding="utf-8", errors="replace").splitlines() or [""])[
-            -1
-        ]
-        if log.stat().st_mtime >= STARTED and last.startswith("train-ledger "):
-            print(last, file=sys.stderr)
+        if log.stat().st_mtime >= STARTED:
+            for line in log.read_text(encoding="utf-8", errors="replace").splitlines():
+                if line.startswith("train-ledger "):
+                    print(line, file=sys.stderr)
+
+
+def launch_input(wildcards):
+    """What a launch starts from. Also for a target by name nothing is launched before `start`."""
+    start()
+    return canonical_weights(wildcards)
 
 
 def targets(wildcards):

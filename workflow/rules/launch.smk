@@ -3,7 +3,7 @@
 
 rule launch:
     input:
-        weights=lambda w: canonical_weights(w),
+        weights=launch_input,
     output:
         "results/{comparison}/launch/{run}/run.json",
     log:

@@ -8,7 +8,6 @@ rule plot:
         of_runs("results/{comparison}/predict/{run}.json"),
         of_runs("results/{comparison}/predict/{run}.json", PAPER),
         PARITY,
-        PARITY,
     output:
         report(
             directory(f"results/{COMPARISON}/figures"),
