@@ -278,3 +278,21 @@ def make_results(folder: Path, runs: dict[str, str] | None = None, change: Chang
         write_tidy(read_launch(launch), probes[-1])
     write(reconcile_files(predicts, probes), folder / "reconcile")
     return folder
+
+
+def make_paper(folder: Path) -> Path:
+    """Predictions of the three framework's runs at another size, as the paper's comparison has them."""
+    for run, framework in RUNS.items():
+        prediction, _ = copy.deepcopy(made_run(run, framework))
+        for ledger in prediction["ranks"]:
+            for c in ledger["containers"]:
+                c["numel"] *= 10_000
+                c["bytes"] = (c["numel"] + c["pad_numel"]) * ELEMENT_BYTES[c["dtype"]]
+            ledger["resident_bytes"] = sum(c["bytes"] for c in ledger["containers"])
+            for call in ledger["collectives"]:
+                call["in_numel"] *= 10_000
+                call["out_numel"] *= 10_000
+        file = folder / "predict" / f"{run}.json"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(prediction))
+    return folder

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -161,7 +162,7 @@ def _typed(frame: pd.DataFrame) -> pd.DataFrame:
         if name in _WHOLE:
             frame[name] = frame[name].astype("int64")
         elif name in _NUMBER:
-            frame[name] = pd.to_numeric(frame[name].replace("", None))
+            frame[name] = frame[name].map(lambda cell: float(cell) if cell else math.nan).astype("float64")
     return frame
 
 

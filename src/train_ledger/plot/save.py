@@ -13,6 +13,8 @@ import matplotlib
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
+from .style import style
+
 
 @dataclass(frozen=True)
 class Drawn:
@@ -40,7 +42,9 @@ def save(drawn: Drawn, folder: str | Path) -> None:
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    with matplotlib.rc_context({"svg.hashsalt": f"train-ledger {drawn.name}"}):
+    with style(), matplotlib.rc_context({"svg.hashsalt": f"train-ledger {drawn.name}"}):
+        drawn.figure.draw_without_rendering()
+        drawn.figure.set_layout_engine("none")  # laid out once for both files
         for kind, metadata in (
             ("svg", {"Date": None, "Creator": None}),
             ("pdf", {"CreationDate": None, "Creator": None, "Producer": None}),
