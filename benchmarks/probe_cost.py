@@ -29,7 +29,6 @@ from train_ledger.launch.session import Rank
 from train_ledger.launch.worlds.cpu import set_environment
 from train_ledger.probe import MemoryProbe
 from train_ledger.spec.config import load_run
-from train_ledger.spec.registry import FRAMEWORKS
 
 MODES = ("bare", "memory", "collectives", "lifeline")
 
@@ -102,9 +101,9 @@ def _time(session: Any, run: Any, step: int, mode: str) -> float:
             profile_steps=() if mode == "memory" else (step,),
             device=device,
             rank=0,
-            package=FRAMEWORKS[run.framework].package,
             optimizer=session.optimizer_steps(),
             weight=session.weight(run.probe.lifeline_weight) if mode == "lifeline" else None,
+            kernels=False,
         )
         with probe.step(step):
             session.step(step)
