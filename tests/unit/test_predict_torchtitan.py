@@ -1,0 +1,228 @@
+"""torchtitan's prediction: published figures, sums that must hold for any layout, and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from train_ledger.predict import predict
+from train_ledger.predict.distinct import rank_classes
+from train_ledger.predict.frameworks import torchtitan
+from train_ledger.spec.config import load_model, load_run
+from train_ledger.spec.errors import ConfigError
+from train_ledger.spec.run import Parallel, Run
+
+CONFIG = Path(__file__).parents[2] / "config"
+
+
+@pytest.fixture
+def paper() -> Run:
+    """The paper's run: 1B, sequence 8192, FSDP 4 x TP 2."""
+    return load_run(CONFIG / "runs" / "torchtitan-fsdp4-tp2.yaml", config_dir=CONFIG)
+
+
+def mesh(run: Run, replicate: int, shard: int, tensor: int, **settings: Any) -> Run:
+    """`run` on another mesh."""
+    return replace(
+        run,
+        world_size=replicate * shard * tensor,
+        global_batch=run.micro_batch * replicate * shard,
+        parallel=Parallel(
+            tensor_parallel=tensor,
+            sequence_parallel=tensor > 1,
+            data_parallel=replicate * shard,
+            data_parallel_replicate=replicate,
+            data_parallel_shard=shard,
+        ),
+        settings={**run.settings, **settings},
+    )
+
+
+def counts(run: Run, step: str = "steady") -> Counter[str]:
+    """Calls of rank 0 by operation."""
+    out: Counter[str] = Counter()
+    for call in predict(run, [0], step).ranks[0].collectives:
+        out[call.op] += call.count
+    return out
+
+
+def test_paper_memory(paper: Run) -> None:
+    """749,275,136 B each of parameters, gradients and moments on every rank; RoPE caches and step counters beside
+    them.
+    """
+    for rank in predict(paper).ranks:
+        kept = {(c.name, c.owner): c for c in rank.containers}
+        for name, owner in (
+            ("param", "framework"),
+            ("grad", "framework"),
+            ("exp_avg", "optimizer"),
+            ("exp_avg_sq", "optimizer"),
+        ):
+            assert kept[name, owner].bytes == 749_275_136
+        assert rank.state_bytes == 2_997_100_544
+        assert kept["rope_cache", "model"].bytes == 33_554_432
+        assert kept["step", "optimizer"].bytes == 4 * 115
+
+
+def test_paper_calls(paper: Run) -> None:
+    """315 calls in a steady step; the first gathers the last unit once less and ends with a barrier."""
+    assert counts(paper) == {"all_gather": 135, "reduce_scatter": 117, "all_reduce": 63}
+    assert counts(paper, "first") == {"all_gather": 134, "reduce_scatter": 117, "all_reduce": 63, "barrier": 1}
+    assert counts(replace(paper, settings={**paper.settings, "log_freq": 10})) == {
+        "all_gather": 135,
+        "reduce_scatter": 117,
+        "all_reduce": 60,
+    }
+
+
+def test_two_gpus_as_nccl_recorded(paper: Run) -> None:
+    """FSDP over two: NCCL ran 37 all-gathers, 19 reduce-scatters, 3 fp32 and 2 integer all-reduces."""
+    run = mesh(paper, 1, 2, 1)
+    assert counts(run) == {"all_gather": 37, "reduce_scatter": 19, "all_reduce": 5}
+    reduced = Counter[str]()
+    for call in predict(run, [0]).ranks[0].collectives:
+        if call.op == "all_reduce":
+            reduced[call.dtype] += call.count
+    assert reduced == {"float32": 3, "int64": 2}
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_shards_make_the_whole(paper: Run, seed: int) -> None:
+    """Over one replica the owned parts add up to the model, norms once a tensor-parallel rank; sizes of calls fit."""
+    draw = random.Random(seed)
+    replicate, shard, tensor = draw.choice([1, 2, 3]), draw.choice([1, 2, 3, 5, 7]), draw.choice([1, 2, 4])
+    heads = 4 * draw.randint(1, 3)
+    model = replace(
+        paper.model,
+        num_layers=draw.randint(1, 4),
+        num_attention_heads=heads,
+        num_query_groups=4,
+        head_dim=2 * draw.randint(3, 9),
+        hidden_size=draw.randint(30, 99),
+        ffn_hidden_size=4 * draw.randint(9, 40),
+        vocab_size=draw.randint(9, 600),
+        tie_embeddings=draw.random() < 0.4,
+    )
+    backend = "full_dtensor" if model.vocab_size % tensor else "spmd_types"
+    run = replace(mesh(paper, replicate, shard, tensor, spmd_backend=backend), model=model, seq_length=64)
+    ranks = predict(run).ranks
+    norms = (2 * model.num_layers + 1) * model.hidden_size
+    for name in ("param", "exp_avg"):
+        total = sum(c.numel for r in ranks for c in r.containers if c.name == name)
+        assert total == replicate * (model.num_parameters + (tensor - 1) * norms)
+    for rank in ranks:
+        for c in rank.containers:
+            assert sum(size * n for size, n in c.blocks) == c.bytes, c.name
+        for call in rank.collectives:
+            n = {"tp": tensor, "dp_shard": shard}.get(call.group, 1)
+            if call.op == "all_gather":
+                assert call.out_numel == n * call.in_numel
+            elif call.op == "reduce_scatter":
+                assert call.in_numel == n * call.out_numel
+
+
+def test_classes_tell_ranks_apart(paper: Run) -> None:
+    """Ranks of one class have equal containers and calls; ranks that differ in a size are of different classes."""
+    run = mesh(paper, 2, 3, 2)
+    run = replace(run, model=replace(load_model("laptop", CONFIG), ffn_hidden_size=146), seq_length=32)
+    classes = rank_classes(run)
+    ledgers = {r.rank: (r.containers, r.collectives) for r in predict(run).ranks}
+    for ranks in classes:
+        assert len({ledgers[r] for r in ranks}) == 1
+    assert len(classes) > 1
+    for one, other in itertools.combinations(classes, 2):
+        assert ledgers[one[0]] != ledgers[other[0]]
+
+
+def test_groups_partition_the_world(paper: Run) -> None:
+    """Each name's groups hold every rank once; ranks stand together as on torchtitan's mesh."""
+    run = mesh(paper, 2, 3, 2)
+    by_name: dict[str, list[tuple[int, ...]]] = {}
+    for group in torchtitan.groups(run):
+        by_name.setdefault(group.name, []).append(group.ranks)
+    assert set(by_name) == {"world", "batch", "loss", "dp", "dp_replicate", "dp_shard", "tp"}
+    for ranks in by_name.values():
+        assert sorted(r for group in ranks for r in group) == list(range(12))
+    assert (0, 1) in by_name["tp"]
+    assert (0, 2, 4) in by_name["dp_shard"]
+    assert (0, 6) in by_name["dp_replicate"]
+
+
+def test_405b_on_16384_gpus(paper: Run) -> None:
+    """Few kinds of rank, and each is predicted as any other."""
+    run = replace(mesh(paper, 1, 2048, 8), model=load_model("llama3-405b", CONFIG))
+    classes = rank_classes(run)
+    assert sum(map(len, classes)) == 16384
+    assert len(classes) < 20
+    ledgers = predict(run, [ranks[0] for ranks in classes]).ranks
+    owned = sum(
+        c.numel * len(ranks)
+        for ranks, ledger in zip(classes, ledgers, strict=True)
+        for c in ledger.containers
+        if c.name == "param"
+    )
+    assert owned == run.model.num_parameters + 7 * (2 * 126 + 1) * 16384
+
+
+def test_a_tie_is_gathered_twice(paper: Run) -> None:
+    """FSDP2 sees two parameters, and where a shard is padded it keeps a second one; the real tie has neither."""
+    tied = replace(paper.model, tie_embeddings=True, vocab_size=128254)
+    run = replace(mesh(paper, 1, 4, 2), model=tied)
+    last = predict(run, [7]).ranks[0]
+    rows = -(-64127 // 4)
+    copies = [c for c in last.containers if c.name == "tied_param_copy"]
+    assert [c.numel for c in copies] == [rows * 2048]
+    gathered = {c.in_numel for c in last.collectives if c.component == "FSDP last" and c.op == "all_gather"}
+    assert gathered == {2 * rows * 2048 + 512}
+    real = predict(replace(mesh(paper, 1, 4, 1, spmd_backend="partial_dtensor"), model=tied), [3]).ranks[0]
+    assert not [c for c in real.containers if c.name == "tied_param_copy"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "why"),
+    [
+        ({"model": {"normalization": "layernorm"}}, "model.normalization", "layernorm"),
+        ({"model": {"position_embedding": "learned"}}, "model.position_embedding", "learned"),
+        ({"model": {"gated_mlp": False}}, "model.gated_mlp", "gate"),
+        ({"model": {"qkv_bias": True}}, "model.qkv_bias", "bias"),
+        ({"model": {"rope_scaling": {"rope_type": "yarn"}}}, "model.rope_scaling", "yarn"),
+        ({"model": {"rope_scaling": {"rope_type": "llama3"}}}, "model.rope_scaling", "factor"),
+        ({"model": {"num_query_groups": 1}}, "parallel.tensor_parallel", "must divide n_kv_heads (1)"),
+        ({"model": {"vocab_size": 128255}}, "parallel.tensor_parallel", "vocab"),
+        ({"settings": {"num_chunks": 7}}, "torchtitan.num_chunks", "divisible by num_chunks"),
+        ({"parallel": {"pipeline_parallel": 2}}, "parallel.pipeline_parallel", "not modelled"),
+        ({"parallel": {"context_parallel": 2}}, "parallel.context_parallel", "not modelled"),
+        ({"parallel": {"data_parallel_shard": 9999}}, "parallel.data_parallel_shard", "rows of wqkv"),
+    ],
+)
+def test_refused(paper: Run, changes: dict[str, dict[str, Any]], key: str, why: str) -> None:
+    """By key, with torchtitan's reason or that it is not modelled."""
+    run = replace(
+        paper,
+        model=replace(paper.model, **changes.get("model", {})),
+        parallel=replace(paper.parallel, **changes.get("parallel", {})),
+        settings={**paper.settings, **changes.get("settings", {})},
+    )
+    with pytest.raises(ConfigError) as refusal:
+        torchtitan.check(run)
+    assert refusal.value.key == key
+    assert why in refusal.value.message
+
+
+def test_without_sequence_parallel(paper: Run) -> None:
+    """spmd_types sums activations both ways; what DTensor does instead is refused by name."""
+    run = replace(paper, parallel=replace(paper.parallel, sequence_parallel=False))
+    found = Counter[str]()
+    for call in predict(run, [0]).ranks[0].collectives:
+        if call.group == "tp" and call.component in ("activation", "recompute", "norm gradient"):
+            found[f"{call.op} {call.component}"] += call.count
+    layers = paper.model.num_layers
+    assert found == {"all_reduce activation": 2 * (2 * layers + 1), "all_reduce recompute": 2 * layers}
+    with pytest.raises(ConfigError, match="DTensor"):
+        torchtitan.check(replace(run, settings={**run.settings, "spmd_backend": "partial_dtensor"}))
