@@ -107,9 +107,13 @@ def test_a_plain_list_and_a_mapping_say_the_same(tmp_path):
         ("--bf16 --num-layers -3", "--num-layers: -3 is less than the minimum"),
         ("--bf16 --num-layers 3 4", "--num-layers: takes one value, not 2"),
         ("--bf16 --swiglu yes", "--swiglu: is a switch"),
-        ("--bf16 --tensor-model-parallel-size 3", "world size (8) is not divisible by tensor 3 x pipeline 2"),
+        (
+            "--bf16 --tensor-model-parallel-size 3",
+            "world size (8) is not divisible by tensor 3 x pipeline 2 x context 1",
+        ),
         ("--bf16 --seq-length $(seq 1)", "--seq-length: '$' is known to the shell only"),
         ("--bf16 --hidden-size $UNKNOWN", "--hidden-size: '$UNKNOWN' is known to the shell only"),
+        ("--bf16 --context-parallel-size 2", "--cp-comm-type: 'p2p' is not modelled; known: all_gather"),
         ("--fp16", "--bf16: is missing"),
         (
             "--bf16 --num-layers-per-virtual-pipeline-stage 5",
@@ -136,6 +140,16 @@ def test_virtual_stages_by_either_flag(tmp_path):
     runs = [read("megatron_args", flags(tmp_path, text), world_size="8").run for text in (by_layers, by_count)]
     assert runs[0] == runs[1]
     assert runs[0].parallel.virtual_pipeline_parallel == 4
+
+
+def test_context_parallel_with_gathered_keys_and_values(tmp_path):
+    own = load_run(
+        ROOT / "config/runs/megatron-tp2-pp2-dp2.yaml",
+        overrides={"parallel": {"context_parallel": 2, "data_parallel": 1}, "global_batch": 4},
+    )
+    export(own, tmp_path)
+    assert "--context-parallel-size 2 --cp-comm-type all_gather" in (tmp_path / "run.sh").read_text()
+    same_prediction(read("megatron_args", str(tmp_path / "run.sh"), world_size="8").run, replace(own, world="nccl"))
 
 
 def test_defaults_are_megatrons(tmp_path):

@@ -27,6 +27,7 @@ NUMBERS: dict[str, str] = {
     "norm-epsilon": "model.norm_eps",
     "tensor-model-parallel-size": "parallel.tensor_parallel",
     "pipeline-model-parallel-size": "parallel.pipeline_parallel",
+    "context-parallel-size": "parallel.context_parallel",
     "micro-batch-size": "micro_batch",
     "global-batch-size": "global_batch",
     "train-iters": "steps",
@@ -92,6 +93,7 @@ OTHER = frozenset(
         "recompute-modules",
         "num-layers-per-virtual-pipeline-stage",
         "num-virtual-stages-per-pipeline-rank",
+        "cp-comm-type",
     }
 )
 
@@ -269,18 +271,22 @@ class Reader:
 
     def _layout(self) -> None:
         flat, flags = self.flat, self.flags
-        tp, pp = (int(flat.get(f"parallel.{k}_parallel", 1)) for k in ("tensor", "pipeline"))
-        for flag, degree in (("tensor-model-parallel-size", tp), ("pipeline-model-parallel-size", pp)):
+        degrees = ("tensor-model-parallel-size", "pipeline-model-parallel-size", "context-parallel-size")
+        tp, pp, cp = (int(flat.get(NUMBERS[flag], 1)) for flag in degrees)
+        for flag, degree in zip(degrees, (tp, pp, cp), strict=True):
             if degree < 1:
                 raise self.refuse(flag, f"{degree} is not 1 or more")
-        if self.world_size % (tp * pp):
+        if self.world_size % (tp * pp * cp):
             raise ConfigError(
-                f"world size ({self.world_size}) is not divisible by tensor {tp} x pipeline {pp} "
+                f"world size ({self.world_size}) is not divisible by tensor {tp} x pipeline {pp} x context {cp} "
                 "(megatron/training/arguments.py:validate_args)",
                 file=self.path,
                 key="--world-size",
             )
-        data = flat["parallel.data_parallel"] = self.world_size // (tp * pp)
+        data = flat["parallel.data_parallel"] = self.world_size // (tp * pp * cp)
+        kind = self.flags.get("cp-comm-type", ["p2p"])
+        if cp > 1 and kind != ["all_gather"]:
+            raise self.refuse("cp-comm-type", f"{' '.join(kind)[:60]!r} is not modelled; known: all_gather")
         if tp == 1:
             flat["parallel.sequence_parallel"] = False  # validate_args turns it off
         if "global-batch-size" not in flags:

@@ -93,6 +93,9 @@ def _layout_switches(run: Run) -> list[list[Any]]:
     return [
         [flag for flag, on in switches.items() if on],
         [("num-virtual-stages-per-pipeline-rank", virtual), ("ddp-bucket-size", s["bucket_size"])],
+        [("context-parallel-size", p.context_parallel), ("cp-comm-type", "all_gather")]
+        if p.context_parallel > 1
+        else [],
         [(f"decoder-{end}-pipeline-num-layers", s[f"num_layers_in_{end}_pipeline_stage"]) for end in ("first", "last")],
         [
             (f"recompute-{key}", s[f"recompute_{key.replace('-', '_')}"])
