@@ -10,6 +10,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from toy_program import WEIGHT
 
 from train_ledger.launch.launcher import Attempt, launch
+from train_ledger.launch.worlds.nccl import start_torchrun
 from train_ledger.spec import registry
 from train_ledger.spec.config import load_model
 from train_ledger.spec.errors import ConfigError, DataError, LaunchError
@@ -282,36 +284,49 @@ def wait_for(condition: object, timeout_s: float = 60) -> None:
         time.sleep(0.1)
 
 
-def test_under_torchrun(tmp_path: Path) -> None:
-    """World `cpu` the way a Slurm job runs it: torchrun starts the ranks, rank 0 publishes."""
-    resolved, out = tmp_path / "toy.json", tmp_path / "out"
-    resolved.write_text(json.dumps(toy().to_dict()))
-    done = torchrun(resolved, out, tmp_path)
-    assert done.returncode == 0, done.stderr
-    good(out)
+@pytest.fixture
+def toy_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python processes that are started from here know the toy too."""
+    folder = tmp_path / "site"
+    folder.mkdir()
+    tests = str(Path(__file__).parent.parent)
+    (folder / "sitecustomize.py").write_text(
+        f"import sys\nsys.path.append({tests!r})\n"
+        "from train_ledger.spec.registry import FRAMEWORKS, Framework\n"
+        f"FRAMEWORKS['toy'] = Framework('toy', 'Toy', 'torch', 'toy_program', {TOY.version!r}, 'none', 'toy_program')\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(folder))
 
 
-def test_a_fault_under_torchrun(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("toy_everywhere")
+def test_under_torchrun_by_hand(tmp_path: Path) -> None:
+    """World `cpu` the way a Slurm job runs it: torchrun starts the ranks, rank 0 publishes, also after a failure."""
     resolved, out = tmp_path / "toy.json", tmp_path / "out"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "train_ledger.launch", str(resolved), str(out), "--timeout", "60"]
     resolved.write_text(json.dumps(toy(fault={"kind": "raise", "rank": 0, "step": 2}).to_dict()))
-    done = torchrun(resolved, out, tmp_path)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode != 0
     assert not (out / "run.json").exists()
     assert "a planted fault" in (out / "rank0.log").read_text()
     resolved.write_text(json.dumps(toy().to_dict()))
-    assert torchrun(resolved, out, tmp_path).returncode == 0
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
     good(out)
 
 
-def torchrun(resolved: Path, out: Path, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Two ranks of the toy, registered by a sitecustomize-like wrapper of the entry point."""
-    entry = folder / "entry.py"
-    tests = str(Path(__file__).parent.parent)
-    entry.write_text(
-        f"import sys\nsys.path[:0] = [{tests!r}, {tests + '/integration'!r}]\n"
-        "import test_launch_faults as t\nt.registry.FRAMEWORKS['toy'] = t.TOY\n"
-        "from train_ledger.launch.worlds.nccl import main\nsys.exit(main(sys.argv[1:]))\n"
-    )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(entry)]
-    command += [str(resolved), str(out), "--timeout", "60"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+@pytest.mark.usefixtures("toy_everywhere")
+def test_faults_under_torchrun_that_launch_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """World `nccl` as `launch` runs it on one machine, here with the `cpu` run that needs no GPU."""
+    monkeypatch.setattr("train_ledger.launch.launcher.world", lambda name: SimpleNamespace(run_ranks=start_torchrun))
+    out = tmp_path / "out"
+    killed = toy(fault={"kind": "kill", "rank": 1, "step": 2})
+    fails(killed, out, LaunchError, "rank 1 was killed by signal 9 (SIGKILL)", "rank1.log")
+    hung = toy(fault={"kind": "hang", "rank": 1, "step": 2})
+    fails(hung, out, LaunchError, "not done after 15 s", timeout_s=15)
+    launch(toy(), out, 60)
+    good(out)
+
+
+def test_more_gpus_than_there_are(tmp_path: Path) -> None:
+    fails(toy("nccl", ranks=9), tmp_path, LaunchError, "world nccl needs 9 GPUs, this machine shows")

@@ -23,7 +23,8 @@ def read_resolved(path: Path) -> Run:
         check_name(run.name, file=path, key="name")
         if run.framework not in FRAMEWORKS:
             raise ConfigError(f"{run.framework!r} is not a framework", file=path, key="framework")
-        validate({k: data[k] for k in schema("run")["properties"] if k in data and k != "model"}, "run", file=path)
+        part = {k: data[k] for k in schema("run")["properties"] if k in data and k not in ("framework", "model")}
+        validate({**part, "framework": next(iter(FRAMEWORKS))}, "run", file=path)
         validate({k: v for k, v in data["model"].items() if k != "name"}, "model", file=path, prefix="model")
         if (SCHEMAS / f"{run.framework}.yaml").is_file():
             validate(data["settings"], run.framework, file=path, prefix="settings")

@@ -165,6 +165,7 @@ class Attempt:
         mine = {name.replace("*", str(rank)) for name in PUBLISHED for rank in ranks}
         for old in [p for name in PUBLISHED for p in self.target.glob(name) if p.name not in mine]:
             old.unlink()
+        (self.target / "torchrun.log").unlink(missing_ok=True)  # of an older launch that failed
         for file in sorted(self.directory.iterdir()):
             os.replace(file, self.target / file.name)
 
@@ -172,7 +173,7 @@ class Attempt:
         """After a failure: logs move to the target, the error that names one names it there, and its end is shown."""
         with contextlib.suppress(OSError, LaunchError):
             self._check_claim()
-            for log in self.directory.glob("rank*.log"):
+            for log in self.directory.glob("*.log"):
                 os.replace(log, self.target / log.name)
             if error.file and Path(error.file).parent == self.directory:
                 error = LaunchError(error.message, file=self.target / Path(error.file).name, key=error.key)

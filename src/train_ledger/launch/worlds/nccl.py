@@ -112,17 +112,23 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _first_error(job: Job, code: int) -> LedgerError:
-    """What the rank said that failed first. A rank that was killed says nothing; then torchrun's own log is named."""
+    """The first cause: a rank that a signal ended, by torchrun's summary, else the error that was raised first."""
+    text = (job.directory / "torchrun.log").read_text(encoding="utf-8", errors="replace")
+    ended = {int(r): int(c) for r, c in re.findall(r"rank\s*:\s*(\d+) .*?\n\s*exitcode\s*:\s*(-?\d+)", text)}
+    # SIGTERM is how torchrun ends the ranks that are left.
+    by_signal = [(rank, -c) for rank, c in ended.items() if c < 0 and c != -signal.SIGTERM]
+    if by_signal:
+        rank, number = by_signal[0]
+        how = f"was killed by signal {number} ({signal.Signals(number).name})"
+        return LaunchError(f"{job.run.name}: rank {rank} {how}", file=job.directory / f"rank{rank}.log")
     said = [json.loads(f.read_text(encoding="utf-8")) for f in sorted(job.directory.glob("error*.json"))]
     if said:
         first = min(said, key=lambda e: e["at"])
         rank = first["rank"]
         return rebuild(job.run, rank, first["step"], first, job.directory / f"rank{rank}.log")
-    text = (job.directory / "torchrun.log").read_text(encoding="utf-8", errors="replace")
-    killed = re.search(r"rank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)", text, re.DOTALL)
-    log = job.directory / (f"rank{killed[1]}.log" if killed else "torchrun.log")
-    how = f"rank {killed[1]} ended with exit code {killed[2]}" if killed else f"torchrun ended with exit code {code}"
-    return LaunchError(f"{job.run.name}: {how} and no word", file=log)
+    codes = ", ".join(f"rank {rank} with {c}" for rank, c in sorted(ended.items()))
+    log = job.directory / "torchrun.log"
+    return LaunchError(f"{job.run.name}: torchrun ended with exit code {code} ({codes or 'no rank named'})", file=log)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -139,21 +145,18 @@ def main(argv: list[str] | None = None) -> int:
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         parser.error("must be started by torchrun: RANK and WORLD_SIZE are not set")
     rank = int(os.environ["RANK"])
+    die_with(os.getppid())
     try:
-        run = read_resolved(args.run)
-        if int(os.environ["WORLD_SIZE"]) != run.world_size:
-            started = os.environ["WORLD_SIZE"]
-            raise ConfigError(
-                f"is {run.world_size}, but torchrun started {started} ranks", file=args.run, key="world_size"
-            )
+        run = _resolved(args.run)
     except LedgerError as e:
         print(f"train-ledger: {e}", file=sys.stderr)
+        if FOLDER in os.environ:
+            write_json(args.out / f"error{rank}.json", {"rank": rank, "step": -1, **describe(e)})
         return 2
-    die_with(os.getppid())
     attempt = None if FOLDER in os.environ else Attempt.join(run, args.out, rank == 0, _identity())
     folder = attempt.directory if attempt else args.out
     shown = Progress(run.name, run.steps, 1, os.fdopen(os.dup(2), "w")) if attempt and rank == 0 else None
-    log_to((args.out if attempt else folder) / f"rank{rank}.log")
+    log_to(args.out / f"rank{rank}.log")
     faulthandler.dump_traceback_later(args.timeout, exit=True)
     began, at = time.monotonic(), [-1]
 
@@ -174,13 +177,21 @@ def main(argv: list[str] | None = None) -> int:
             attempt.publish(range(run.world_size), time.monotonic() - began)
             attempt.discard()
     except BaseException as e:
-        error = {"rank": rank, "step": at[0], **describe(e)}
-        write_json(folder / f"error{rank}.json", error)
+        with contextlib.suppress(OSError):
+            write_json(folder / f"error{rank}.json", {"rank": rank, "step": at[0], **describe(e)})
         traceback.print_exc()
         if shown:
             shown.say(str(e))
         return 1
     return 0
+
+
+def _resolved(file: Path) -> Run:
+    run = read_resolved(file)
+    started = int(os.environ["WORLD_SIZE"])
+    if started != run.world_size:
+        raise ConfigError(f"is {run.world_size}, but torchrun started {started} ranks", file=file, key="world_size")
+    return run
 
 
 def _identity() -> str:
