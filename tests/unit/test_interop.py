@@ -7,15 +7,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 
 from train_ledger import cli
 from train_ledger.interop import deepspeed, megatron, read
 from train_ledger.interop.export import export
 from train_ledger.interop.hf import read_config
 from train_ledger.interop.shell import read_flags
+from train_ledger.predict import predict
 from train_ledger.predict.distinct import predict_distinct
-from train_ledger.spec.config import load_comparison, load_model, load_run, model_shape
+from train_ledger.spec.config import load_comparison, load_model, load_run, model_shape, resolve_run
 from train_ledger.spec.errors import ConfigError
+from train_ledger.spec.run import Run
 
 ROOT = Path(__file__).parents[2]
 RUNS = [load_run(path) for path in sorted((ROOT / "config/runs").glob("*.yaml"))]
@@ -328,6 +331,36 @@ def test_exported_runs_come_back_to_the_same_prediction(tmp_path, monkeypatch, c
     assert cli.main([*command[1:], "--rank", "0", "--format", "json"]) == 0
     printed = json.loads(capsys.readouterr().out)["ranks"][0]
     assert printed == json.loads(json.dumps(predict_distinct(replace(run, world="nccl"))[0].ranks[0].to_dict()))
+
+
+def swept(framework: str) -> list[Run]:
+    """The runs of a framework's table of configurations."""
+    entries = yaml.safe_load((ROOT / f"tests/data/{framework}_sweep.yaml").read_text())
+    return [
+        resolve_run(e["name"], e["run"], e["name"], "config", model=model_shape(e["name"], e["model"], e["name"]))
+        for e in entries
+    ]
+
+
+def test_megatrons_table_of_configurations_comes_back(tmp_path):
+    for run in swept("megatron"):
+        export(run, tmp_path)
+        back = read("megatron_args", str(tmp_path / "run.sh"), world_size=str(run.world_size)).run
+        same_prediction(back, replace(run, world="nccl"))
+
+
+def test_deepspeeds_table_of_configurations_comes_back(tmp_path, monkeypatch, capsys):
+    """Shapes that no Hugging Face family has come back through a model file."""
+    monkeypatch.chdir(tmp_path)
+    for run in swept("deepspeed"):
+        for file in tmp_path.iterdir():
+            file.unlink()
+        written = {path.name for path in export(run, tmp_path)}
+        assert len(written & {"config.json", "model.yaml"}) == 1
+        command = (tmp_path / "predict.sh").read_text().splitlines()[-1].removesuffix(' "$@"').split()
+        assert cli.main([*command[1:], "--rank", "0", "--format", "json"]) == 0
+        printed = json.loads(capsys.readouterr().out)["ranks"][0]
+        assert printed == json.loads(json.dumps(predict(replace(run, world="nccl"), [0]).ranks[0].to_dict())), run.name
 
 
 def test_every_flag_has_one_place():

@@ -6,6 +6,8 @@ import json
 import shlex
 from pathlib import Path
 
+import yaml
+
 from train_ledger.spec.errors import ConfigError
 from train_ledger.spec.io import write_text
 from train_ledger.spec.run import Run
@@ -43,11 +45,15 @@ def _megatron(run: Run) -> tuple[dict[str, str], list[str]]:
 def _deepspeed(run: Run) -> tuple[dict[str, str], list[str]]:
     from .deepspeed import ds_config, hf_config
 
-    files = {
-        "ds_config.json": json.dumps(ds_config(run), indent=2) + "\n",
-        "config.json": json.dumps(hf_config(run.model, run.source or None), indent=2) + "\n",
-    }
-    options = ["--deepspeed", "ds_config.json", "--hf-config", "config.json", "--seq-length", str(run.seq_length)]
+    files = {"ds_config.json": json.dumps(ds_config(run), indent=2) + "\n"}
+    options = ["--deepspeed", "ds_config.json", "--seq-length", str(run.seq_length)]
+    try:
+        files["config.json"] = json.dumps(hf_config(run.model, run.source or None), indent=2) + "\n"
+        options += ["--hf-config", "config.json"]
+    except ConfigError:  # a shape that no family has: as a model file of ours, whatever the training script builds
+        shape = {key: value for key, value in run.model.to_dict().items() if key != "name"}
+        files["model.yaml"] = yaml.safe_dump(shape, sort_keys=False)
+        options += ["--model", "model.yaml"]
     # What a training script decides, not ds_config.json.
     for key, value, default in (
         ("deepspeed.zero_init", run.settings["zero_init"], True),

@@ -89,6 +89,7 @@ OTHER = frozenset(
         "disable-pad-vocab-size",
         "use-rope-scaling",
         "rope-scaling-factor",
+        "rotary-seq-len-interpolation-factor",
         "transformer-impl",
         "recompute-modules",
         "num-layers-per-virtual-pipeline-stage",
@@ -255,6 +256,9 @@ class Reader:
                 "high_freq_factor": 4,
                 "original_max_position_embeddings": 8192,
             }
+        if "rotary-seq-len-interpolation-factor" in flags:
+            factor = self._number("rotary-seq-len-interpolation-factor")
+            flat["model.rope_scaling"] = {"rope_type": "linear", "factor": factor}
         self._vocabulary()
 
     def _vocabulary(self) -> None:

@@ -53,7 +53,7 @@ def _words(part: str | tuple[Any, ...]) -> list[str]:
 def _whole(run: Run, key: str, value: float) -> int:
     """A number that Megatron's parser takes as an integer only."""
     if value != int(value):
-        raise ConfigError(f"{value} is no integer, as --rotary-base wants it", file=run.source or None, key=key)
+        raise ConfigError(f"{value} is no integer, as Megatron-LM's flag wants it", file=run.source or None, key=key)
     return int(value)
 
 
@@ -64,9 +64,6 @@ def _theirs(flag: str, word: str) -> str:
 
 def _model_switches(run: Run) -> list[list[Any]]:
     m = run.model
-    scaling = m.rope_scaling or {}
-    if scaling and scaling.get("rope_type", scaling.get("type")) != "llama3":
-        raise ConfigError("only llama3's has a flag in Megatron-LM", file=run.source or None, key="model.rope_scaling")
     switches = {
         "swiglu": m.gated_mlp,
         "disable-bias-linear": not m.mlp_bias,
@@ -74,8 +71,19 @@ def _model_switches(run: Run) -> list[list[Any]]:
         "untie-embeddings-and-output-weights": not m.tie_embeddings,
         "qk-layernorm": m.qk_norm,
     }
-    rope = ["use-rope-scaling", ("rope-scaling-factor", scaling["factor"])] if scaling else []
-    return [[flag for flag, on in switches.items() if on], rope]
+    return [[flag for flag, on in switches.items() if on], _rope_scaling(run)]
+
+
+def _rope_scaling(run: Run) -> list[Any]:
+    scaling = run.model.rope_scaling or {}
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind == "llama3":
+        return ["use-rope-scaling", ("rope-scaling-factor", scaling["factor"])]
+    if kind == "linear":
+        return [("rotary-seq-len-interpolation-factor", _whole(run, "model.rope_scaling", scaling["factor"]))]
+    if kind == "default":
+        return []
+    raise ConfigError(f"{kind!r} has no flag in Megatron-LM", file=run.source or None, key="model.rope_scaling")
 
 
 def _layout_switches(run: Run) -> list[list[Any]]:

@@ -101,7 +101,7 @@ def command_words(path: str, text: str) -> list[str]:
             value = " ".join(_expand(assigned[3], arrays))
             known = arrays.get(assigned[1], []) if assigned[2] else []
             arrays[assigned[1]] = known + ([value] if value else [])
-        elif word not in ("export", "local", "readonly"):
+        elif commands[-1] or word not in ("export", "local", "readonly"):
             commands[-1].extend(_expand(word, arrays))
         i += 1
     starts = [(c, j) for c in commands for j, w in enumerate(c) if w.endswith(".py")]
