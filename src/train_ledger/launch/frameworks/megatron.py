@@ -6,6 +6,7 @@ loop calls megatron.core as `megatron/training/training.py` does: get_model, tra
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -30,7 +31,13 @@ Batch = tuple[torch.Tensor | None, torch.Tensor | None]
 
 
 def warm_up() -> None:
-    """Megatron's imports, most of a small run's time."""
+    """Megatron's imports, most of a small run's time.
+
+    Before Blackwell, Megatron trains with tensor parallelism only if kernels run in the order they are launched in
+    (megatron/training/arguments.py:validate_args). CUDA reads this variable when it starts, so under torchrun it must
+    be in the environment already; it changes times, not bytes or calls.
+    """
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Apex and Transformer Engine are not installed, and need not be
         from . import megatron_model, megatron_shim  # noqa: F401
