@@ -73,8 +73,8 @@ def test_verdict_and_answer(whole):
     assert "✓ all 4 runs, 32 ranks: 0 bytes, 0 calls unexplained" in text
     assert "✗" not in text
     assert "whole, in bfloat16, as a view of a larger buffer that stays allocated" in text
-    assert "1/8 in main_param (float32)" in text
-    assert "1/4 in param (float32), the weight itself" in text
+    assert "ranks 0-7: 1/8 in main_param (float32)" in text
+    assert "ranks 0-7: 1/4 in param (float32, the weight itself)" in text
 
 
 def test_every_figure_is_there_with_words_for_those_who_cannot_see(whole):

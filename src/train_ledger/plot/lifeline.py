@@ -11,6 +11,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch, Rectangle
 
+from train_ledger.reconcile.compare import rank_ranges
 from train_ledger.spec.units import fmt_auto
 
 from . import style
@@ -38,14 +39,18 @@ class Lane:
 
 
 def lanes(results: Results) -> list[Lane]:
-    """A lane a run: the lowest rank that followed the weight, in the last step that was recorded."""
+    """A lane a run, in the last step that was recorded: the lowest rank that keeps some of the weight's fp32 master.
+
+    Where no rank keeps any, the lowest rank that followed the weight.
+    """
     frame = results["lifeline"]
     out = []
     for run in results.run_names:
         part = frame[frame["run"] == run]
         if part.empty:
             continue
-        rank = int(part["rank"].min())
+        held = part[part["master_name"] != ""]
+        rank = int((part if held.empty else held)["rank"].min())
         part = part[part["rank"] == rank]
         part = part[part["step"] == part["step"].max()].sort_values("order")
         kinds: dict[tuple[tuple[str, ...], ...], list[int]] = {}
@@ -97,14 +102,20 @@ def share(numel: float, full_numel: int) -> str:
     return f"{simple.numerator}/{simple.denominator}" if simple == exact else f"≈ {float(exact):.3f}"
 
 
-def master_words(lane: Lane) -> str:
-    """Where the fp32 master of this rank is."""
-    held = [e for _, e in lane.slots if e["master_name"]]
-    if not held:
-        return "none of it on this rank"
-    last = held[-1]
-    text = f"{share(last['master_numel'], lane.full_numel)} in {last['master_name']} ({last['master_dtype']})"
-    return f"{text}, the weight itself" if last["master_same_storage"] == "True" else text
+def masters(results: Results, run: str) -> str:
+    """Which ranks keep how much of the fp32 master of their slice of the weight, at the end of the recorded step."""
+    frame = results.of("lifeline", run)
+    shares: dict[str, list[int]] = {}
+    for rank, part in frame.groupby("rank", sort=True):
+        last = part.sort_values(["step", "order"]).iloc[-1]
+        if last["master_name"]:
+            told = f"{share(last['master_numel'], int(last['full_numel']))} in {last['master_name']}"
+            told += f" ({last['master_dtype']}{', the weight itself' if last['master_same_storage'] == 'True' else ''})"
+        else:
+            told = "none"
+        shares.setdefault(told, []).append(int(rank))
+    ordered = sorted(shares.items(), key=lambda item: (item[0] == "none", item[1]))
+    return "; ".join(f"{plural(len(r), 'rank').split()[1]} {rank_ranges(r)}: {told}" for told, r in ordered)
 
 
 def draw(results: Results) -> list[Drawn]:
@@ -116,7 +127,8 @@ def draw(results: Results) -> list[Drawn]:
     with style.style():
         figure = _figure(shown)
     told = "; ".join(
-        f"{framework_title(lane.framework)} ({shorten(lane.run, 40)}): {words(lane)}; fp32 master: {master_words(lane)}"
+        f"{framework_title(lane.framework)} ({shorten(lane.run, 40)}): {words(lane)}; "
+        f"fp32 master: {masters(results, lane.run)}"
         for lane in shown
     )
     first = shown[0]

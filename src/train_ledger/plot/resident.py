@@ -22,6 +22,8 @@ from .text import shorten
 MAX_PANELS = 12  # more runs than this are one bar each instead of one panel each
 MAX_RANKS = 16  # more ranks than this are shown as classes of ranks that keep the same
 PANELS_A_ROW = 4
+SMALL = 0.004  # containers that are nowhere a larger part of the fullest rank are drawn as one
+OTHERS = "small ones together"
 
 
 def draw(results: Results) -> list[Drawn]:
@@ -29,6 +31,7 @@ def draw(results: Results) -> list[Drawn]:
     frame = resident_frame(results)
     if frame.empty:
         return []
+    frame, folded = _fold(frame)
     runs = [r for r in results.run_names if (frame["run"] == r).any()]
     measured = not results["resident"].empty
     tips: dict[str, str] = {}
@@ -45,7 +48,7 @@ def draw(results: Results) -> list[Drawn]:
         f"Stacked bars, one panel a run, of the bytes that each rank keeps between two steps, split into containers. "
         f"Predicted per rank: {per_run}."
     )
-    caption = _caption(results, frame, measured)
+    caption = _caption(results, frame, measured, folded)
     return [Drawn("resident", "memory", "Resident bytes per rank", alt, caption, figure, tips)]
 
 
@@ -68,9 +71,21 @@ def resident_frame(results: Results) -> pd.DataFrame:
     )
 
 
-def _caption(results: Results, frame: pd.DataFrame, measured: bool) -> str:
+def _fold(frame: pd.DataFrame) -> tuple[pd.DataFrame, int]:
+    """Containers that nobody could see in the figure under one name, and how many they are."""
+    largest = frame.groupby(["run", "rank", "container"])[["predicted_bytes", "measured_bytes"]].sum().max(axis=1)
+    fullest = frame.groupby(["run", "rank"])["predicted_bytes"].sum().max()
+    peak = largest.groupby("container").max()
+    small = [c for c in peak.index if peak[c] < SMALL * fullest and c != UNCLAIMED]
+    if len(small) < 2:
+        return frame, 0
+    return frame.assign(container=frame["container"].where(~frame["container"].isin(small), OTHERS)), len(small)
+
+
+def _caption(results: Results, frame: pd.DataFrame, measured: bool, folded: int) -> str:
+    small = f" {folded} containers too small to be seen are drawn as one; the table has them all." if folded else ""
     if not measured:
-        return "Predicted from the configuration alone; nothing was measured. Source: predict/*.json."
+        return f"Predicted from the configuration alone; nothing was measured.{small} Source: predict/*.json."
     bad = frame[~frame["verdict"].isin(CLEAN)]
     ranks = len(frame[["run", "rank"]].drop_duplicates())
     worlds = ", ".join(sorted({str(r["world"]) for r in results.runs}))
@@ -82,7 +97,7 @@ def _caption(results: Results, frame: pd.DataFrame, measured: bool) -> str:
     )
     return (
         f"{finding}. Left bar of a pair, light: predicted from the configuration. Right bar, full colour: the census "
-        f"of storages at the boundary after the last step (world: {worlds}). Source: reconcile/resident.csv."
+        f"of storages at the boundary after the last step (world: {worlds}).{small} Source: reconcile/resident.csv."
     )
 
 

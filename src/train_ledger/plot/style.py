@@ -35,6 +35,7 @@ CONTAINER_COLOURS = {
     "batch": "#AAAAAA",
     "library_workspace": "#44AA99",
     "block_rounding": "#DDCC77",
+    "small ones together": "#57606A",
     "unclaimed": "#FFFFFF",
 }
 _SPARE = ("#332288", "#117733", "#CC6677", "#AA4499", "#88CCEE", "#6699CC", "#661100", "#888888")

@@ -10,7 +10,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.ticker import LogLocator, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from train_ledger.reconcile.rows import CLEAN
 from train_ledger.spec.dtypes import ELEMENT_BYTES
@@ -140,7 +140,7 @@ def _dots(
         )
         right.set_title(f"{shorten(run, 40)}, rank {busiest[run]}", loc="right", fontsize=6.5, color=style.MUTED, pad=3)
     axes[-1][0].set_xlabel("calls of one step")
-    axes[-1][1].set_xlabel("payload of one step [B]")
+    axes[-1][1].set_xlabel("payload of one step [bytes]")
     handles = [Line2D([], [], marker="o", mfc="none", mec=style.INK, ls="none", ms=7, label="predicted")]
     if measured:
         handles.append(Line2D([], [], marker="o", color=style.INK, ls="none", ms=3.5, label="measured"))
@@ -173,11 +173,22 @@ def _dot_panel(ax: Axes, lines: pd.DataFrame, what: str, measured: bool, tips: d
             color=style.MUTED,
         )
     ax.set_xscale("log")
-    ax.xaxis.set_major_locator(LogLocator(10, numticks=12))
+    # Every third power of ten has a name of its own in bytes.
+    ax.xaxis.set_major_locator(LogLocator(10 if what == "count" else 1000, numticks=12))
+    ax.xaxis.set_major_formatter(FuncFormatter(_count_tick if what == "count" else _bytes_tick))
     ax.xaxis.set_minor_formatter(NullFormatter())
     ax.set_ylim(max(2, len(lines)) - 0.4, -0.6)
     largest = max(1, lines[f"predicted_{what}"].max(), lines[f"measured_{what}"].max())
     ax.set_xlim(0.6, max(ax.get_xlim()[1], largest * (6 if what == "count" else 30)))
+
+
+def _count_tick(value: float, _: int) -> str:
+    return f"{value:,.0f}"
+
+
+def _bytes_tick(value: float, _: int) -> str:
+    unit, scale = unit_for(value)
+    return f"{value / scale:,.0f} {unit}"
 
 
 def _bars(frame: pd.DataFrame, runs: Sequence[str], busiest: dict[str, int]) -> plt.Figure:

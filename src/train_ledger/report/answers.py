@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 
 from train_ledger.plot.data import Results, framework_title
-from train_ledger.plot.lifeline import Lane, lanes, master_words, share
+from train_ledger.plot.lifeline import Lane, lanes, masters, share
 from train_ledger.plot.text import plural
 from train_ledger.reconcile.rows import CLEAN, UNCLAIMED
 
@@ -87,11 +87,11 @@ def summary_table(results: Results) -> Table:
             Column("framework", "framework"),
             Column("world", "world"),
             Column("ranks", "ranks", "count"),
-            Column("predicted_bytes", "largest rank, predicted [B]", "bytes"),
-            Column("measured_bytes", "largest rank, measured [B]", "bytes"),
-            Column("containers", "containers compared", "count"),
-            Column("kinds", "kinds of call compared", "count"),
-            Column("calls", "calls measured", "count"),
+            Column("predicted_bytes", "fullest rank, predicted [B]", "bytes"),
+            Column("measured_bytes", "fullest rank, measured [B]", "bytes"),
+            Column("containers", "containers", "count"),
+            Column("kinds", "kinds of call", "count"),
+            Column("calls", "calls", "count"),
             Column("residual_bytes", "residual [B]", "bytes"),
             Column("verdict", "verdict", "verdict"),
         ],
@@ -116,15 +116,14 @@ def answer_table(results: Results) -> Table:
     rows = []
     for lane in lanes(results):
         rest = lane.slots[0][1]
-        held = [e for _, e in lane.slots if e["master_name"]]
         rows.append(
             {
                 "framework": framework_title(lane.framework),
                 "run": lane.run,
                 "lives": _at_rest(rest, lane),
-                "gathered": _changes(lane, to_whole=True) or "never: it is always whole",
+                "gathered": _changes(lane, to_whole=True) or _refreshed(results, lane),
                 "released": _changes(lane, to_whole=False) or "never",
-                "master": master_words(lane) if held else "none of it on this rank",
+                "master": masters(results, lane.run),
             }
         )
     return Table(
@@ -136,10 +135,32 @@ def answer_table(results: Results) -> Table:
             Column("lives", "between steps it is"),
             Column("gathered", "made whole"),
             Column("released", "released"),
-            Column("master", "fp32 master on this rank"),
+            Column("master", "fp32 master of each rank's slice"),
         ],
         rows,
     )
+
+
+_WHEN = {
+    "before_forward": "before its forward",
+    "forward": "for its forward",
+    "after_forward": "after its forward",
+    "before_backward": "before its backward",
+    "backward": "for its backward",
+    "after_backward": "after its backward",
+    "before_optimizer": "before the optimizer step",
+    "after_optimizer": "after the optimizer step",
+    "step_end": "at the end of the step",
+}
+
+
+def _refreshed(results: Results, lane: Lane) -> str:
+    """Of a weight that is always whole: the gathers that bring what other ranks have updated."""
+    frame = results.of("collectives", lane.run)
+    frame = frame[(frame["rank"] == lane.rank) & (frame["op"] == "all_gather")]
+    frame = frame[~frame["group"].map(lambda names: "tp" in names.split(" = "))]
+    told = [f"{plural(r['measured_count'], 'all-gather')} on {r['group']}" for r in frame.to_dict("records")]
+    return "it is always whole" + (f"; {', '.join(told)} a step bring what other ranks updated" if told else "")
 
 
 def _at_rest(event: pd.Series, lane: Lane) -> str:
@@ -160,6 +181,6 @@ def _changes(lane: Lane, *, to_whole: bool) -> str:
     for _, event in lane.slots[1:]:
         now = event["state"] in {"full", "view"}
         if now != whole and now == to_whole:
-            found.append(str(event["event"]).replace("_", " "))
+            found.append(_WHEN[str(event["event"])])
         whole = now
     return ", ".join(dict.fromkeys(found))

@@ -6,7 +6,7 @@ from typing import Any
 
 from train_ledger.plot.data import Results, run_steps
 from train_ledger.plot.grids import partitions
-from train_ledger.plot.lifeline import lanes, master_words, words
+from train_ledger.plot.lifeline import lanes, masters, words
 from train_ledger.plot.schedule import one_f_one_b, pipelines
 from train_ledger.plot.text import shorten
 from train_ledger.reconcile.compare import rank_ranges
@@ -26,7 +26,7 @@ def lifeline_table(results: Results) -> Table:
             "full_numel": lane.full_numel,
             "micro_batches": lane.micro_batches,
             "states": words(lane),
-            "master": master_words(lane),
+            "master": masters(results, lane.run),
         }
         for lane in lanes(results)
     ]
@@ -40,7 +40,7 @@ def lifeline_table(results: Results) -> Table:
             Column("full_numel", "elements, whole", "count"),
             Column("micro_batches", "micro-batches", "count"),
             Column("states", "states in order"),
-            Column("master", "fp32 master on this rank"),
+            Column("master", "fp32 master of each rank's slice"),
         ],
         rows,
     )

@@ -19,6 +19,8 @@ for (const element of document.querySelectorAll("table.data")) {
     language: { search: "Search this table:", lengthMenu: "Rows shown: _MENU_", emptyTable: "No rows", zeroRecords: "No row matches" },
   });
   tables.set(element.id, table);
+  const pages = table.table().container().querySelector("nav");
+  if (pages) pages.setAttribute("aria-label", `Pages of: ${element.caption.textContent}`);
 }
 const ledger = tables.get("table-ledger");
 if (ledger) {
