@@ -12,6 +12,8 @@ from typing import Any
 import yaml
 
 SEED, COUNT = 20261129, 56
+#: Types that gradients can be kept in, by stage; what is missing is refused (predict/frameworks/deepspeed.py:check).
+GRADIENTS = {0: ["bf16"], 1: ["bf16", "fp32"], 2: ["bf16", "fp16", "fp32"], 3: ["bf16", "fp16", "fp32"]}
 
 
 def model(draw: random.Random) -> dict[str, Any]:
@@ -53,7 +55,7 @@ def settings(draw: random.Random) -> dict[str, Any]:
     out: dict[str, Any] = {
         "activation_checkpointing": draw.random() < 0.3,
         "communication_data_type": draw.choice([None, None, "fp32", "bf16", "fp16"]),
-        "data_types": {"grad_accum_dtype": None if stage == 0 else draw.choice([None, None, "fp32", "bf16"])},
+        "data_types": {"grad_accum_dtype": draw.choice([None, *GRADIENTS[stage]])},
         "zero_optimization": zero,
     }
     if stage == 3:

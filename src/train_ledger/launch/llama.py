@@ -172,10 +172,16 @@ class Decoder(nn.Module):
 
 
 class Llama(nn.Module):
-    """The whole model, from tokens to the loss."""
+    """The whole model, from tokens to the loss.
+
+    Raises:
+        ValueError: a kind of `rope_scaling` that is not known here.
+    """
 
     def __init__(self, model: ModelShape, *, checkpoint_layers: bool = False) -> None:
         super().__init__()
+        if model.position_embedding == "rope":
+            rope_frequencies(model, torch.device("cpu"))  # to refuse what the forward would
         self.model = Decoder(model, checkpoint_layers=checkpoint_layers)
         self.lm_head = Linear(model.hidden_size, model.vocab_size, bias=False)
         if model.tie_embeddings:

@@ -57,7 +57,7 @@ def build(run: Run, rank: Rank) -> Session:
             model=model, model_parameters=param_groups(model, run), config=config, dist_init_required=False
         )
     except (AssertionError, ValueError, NotImplementedError) as e:
-        raise ConfigError(f"DeepSpeed refuses: {e}", file=run.source or None, key="deepspeed") from e
+        raise ConfigError(f"cannot be built: {e}", file=run.source or None, key="deepspeed") from e
     return Session(run, rank, engine)
 
 

@@ -45,7 +45,13 @@ def check(run: Run) -> None:
             f"is {grads}: without ZeRO, DeepSpeed raises 'unsupported mix of model_dtype and grad_accum_dtype' "
             "(runtime/engine.py:_do_optimizer_sanity_check)",
         )
-    if stage in (1, 2) and int(zero["allgather_bucket_size"]) % 2:
+    if stage == 1 and grads == "fp16":
+        refuse(
+            "deepspeed.data_types.grad_accum_dtype",
+            "is fp16: stage 1 then averages a copy of the gradients and steps on what was not averaged "
+            "(runtime/zero/stage_1_and_2.py:get_gradient_for_reduction)",
+        )
+    if (stage == 2 or (stage == 1 and grads != "fp32")) and int(zero["allgather_bucket_size"]) % 2:
         refuse(
             "deepspeed.zero_optimization.allgather_bucket_size",
             "must be a multiple of nccl_start_alignment_factor, 2 (runtime/zero/stage_1_and_2.py:__init__)",
@@ -88,8 +94,20 @@ def device(run: Run) -> str:
     return "cuda" if run.world in ("shared", "nccl") else "cpu"
 
 
-def _plan(run: Run) -> zero3.Zero3 | zero12.Zero12:
+Plan = zero3.Zero3 | zero12.Zero12
+#: The last run and its plan. All ranks of a run are asked for one after the other, thousands of times.
+_last: tuple[Run, Plan] | None = None
+
+
+def _plan(run: Run) -> Plan:
     """The run in the terms that its stage depends on."""
+    global _last
+    if _last is None or _last[0] is not run:
+        _last = run, _make_plan(run)
+    return _last[1]
+
+
+def _make_plan(run: Run) -> Plan:
     s = run.settings
     zero = s["zero_optimization"]
     stage = zero["stage"]

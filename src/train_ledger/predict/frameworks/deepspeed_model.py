@@ -16,7 +16,7 @@ PRE, POST, GRAD = "pre", "post", "grad"
 Event = tuple[str, int]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ModelTrace:
     """One micro-batch of a model.
 

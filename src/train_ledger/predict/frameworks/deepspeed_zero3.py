@@ -15,9 +15,9 @@ PARTITION = "deepspeed runtime/zero/partition_parameters.py"
 STAGE3 = "deepspeed runtime/zero/stage3.py"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Zero3:
-    """What ZeRO-3 depends on. Sizes and thresholds count elements."""
+    """What ZeRO-3 depends on. Sizes and thresholds count elements. Equal only to itself, so that caches find it at once."""
 
     trace: ModelTrace
     world_size: int
@@ -43,6 +43,11 @@ class Zero3:
         return self.trace.numels[param] <= self.param_persistence_threshold
 
     @functools.cached_property
+    def sizes(self) -> list[tuple[int, int, int]]:
+        """(elements, elements of a shard, how many) of the parameters that differ in size."""
+        return [(n, -(-n // self.world_size), times) for n, times in Counter(self.trace.numels).items()]
+
+    @functools.cached_property
     def sub_groups(self) -> list[list[int]]:
         """Parameters that the optimizer steps together (stage3.py:_create_fp16_sub_groups)."""
         out: list[list[int]] = []
@@ -63,11 +68,7 @@ class Zero3:
 
 def own_numel(z: Zero3, rank: int) -> int:
     """Elements of all parameters that fall to `rank`; the rest of its shards is padding."""
-    total = 0
-    for numel, times in Counter(z.trace.numels).items():
-        shard = -(-numel // z.world_size)
-        total += times * min(max(numel - rank * shard, 0), shard)
-    return total
+    return sum(times * min(max(numel - rank * shard, 0), shard) for numel, shard, times in z.sizes)
 
 
 @functools.lru_cache(maxsize=1024)

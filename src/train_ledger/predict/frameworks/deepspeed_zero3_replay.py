@@ -68,11 +68,26 @@ class Replay:
 
     def step(self) -> Counter[Call]:
         """One optimizer step. Returns its calls."""
-        self.calls = Counter()
-        for _ in range(self.z.micro_batches):
+        self.calls = total = Counter[Call]()
+        before: object = None
+        for number in range(self.z.micro_batches):
+            state = self._state()
+            if state == before:  # as the micro-batch before, and so are all that follow
+                for call, count in self.calls.items():
+                    total[call] += count * (self.z.micro_batches - number)
+                break
+            before, self.calls = state, Counter()
             self._micro_batch()
+            total += self.calls
+        self.calls = total
         self._optimizer()
-        return self.calls
+        return total
+
+    def _state(self) -> object:
+        """All that the next micro-batch depends on once the trace is complete; nothing comparable before."""
+        if self.mode != "complete" or self.inflight:
+            return object()
+        return set(self.available), [set(modules) for modules in self.active]
 
     def _call(
         self, op: str, group: str, dtype: str, in_numel: int, out_numel: int, component: str, phase: str, rule: str
@@ -139,14 +154,16 @@ class Replay:
         wanted = self.modules[module]
         if self.mode == "record":
             self.module_order.append(module)
-        self._all_gather(wanted, "fetch", phase)
+        if wanted:
+            self._all_gather(wanted, "fetch", phase)
         for param in wanted:
             self.active[param].add(module)
             if param in self.inflight:
                 self._wait(param)
         if self.mode == "complete":
-            self._pass_queue(wanted)
-            if self.z.prefetch_bucket_size > 0:
+            if wanted:
+                self._pass_queue(wanted)
+            if self.queue and self.z.prefetch_bucket_size > 0:
                 self._prefetch(phase)
         self.step_id += 1
 

@@ -1,0 +1,116 @@
+"""The table of DeepSpeed configurations: each is run in world `fake` and held against the prediction, on every kind of
+rank: every container to the byte, every call of the first and of a steady step by op, group, dtype and size. A few run
+with all their ranks on gloo too.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from train_ledger.launch.launcher import launch
+from train_ledger.predict import predict
+from train_ledger.predict.distinct import rank_classes
+from train_ledger.reconcile.core import predicted_rank, reconcile_collectives, reconcile_resident
+from train_ledger.reconcile.layout import reconcile_layout
+from train_ledger.reconcile.rows import EXACT
+from train_ledger.spec.config import load_run
+from train_ledger.spec.run import Run
+
+DATA = Path(__file__).parents[1] / "data"
+TABLE: list[dict[str, Any]] = yaml.safe_load((DATA / "deepspeed_sweep.yaml").read_text(encoding="utf-8"))
+#: With one micro-batch a step, DeepSpeed still checks its trace in the second step: the third is the first steady one.
+STEPS = (1, 3)
+#: One rank of ZeRO-3 with a tied head, ZeRO-3 with learned positions and several sub-groups, ZeRO-3 that checkpoints
+#: layers and gathers nothing ahead, stage 0, stage 1 with its other optimizer class, stage 2 without one buffer.
+FEW = [0, 3, 4, 8, 9, 13]
+#: ZeRO-3 with a tied head on two ranks, stage 1 with fp32 gradients on three.
+ON_GLOO = [7, 9]
+
+pytestmark = pytest.mark.launch
+
+
+def resolved(entry: dict[str, Any], folder: Path, world: str = "fake") -> Run:
+    """An entry of the table as the run that a user's files would give."""
+    for kind in ("models", "runs"):
+        (folder / kind).mkdir()
+    name = entry["name"]
+    model = folder / "models" / f"{name}.yaml"
+    model.write_text(yaml.safe_dump(entry["model"]), encoding="utf-8")
+    more = {"model": str(model), "world": world, "steps": STEPS[-1], "probe": {"collective_steps": list(STEPS)}}
+    file = folder / "runs" / f"{name}.yaml"
+    file.write_text(yaml.safe_dump({**entry["run"], **more}), encoding="utf-8")
+    return load_run(file, overrides={"probe": {"lifeline_weight": ""}})
+
+
+def differences(run: Run, folder: Path) -> list[str]:
+    """Launches one rank of each kind, and the last rank (all ranks on gloo); every row that is not exact, as text.
+
+    Nothing is alive but what is predicted: storages that nobody claims are differences too.
+    """
+    ranks = sorted({*(same[0] for same in rank_classes(run)), run.world_size - 1})
+    if run.world != "fake":
+        ranks = list(range(run.world_size))
+    launch(run, folder, ranks=ranks)
+    out = []
+    for rank in ranks:
+        measured = json.loads((folder / f"rank{rank}.json").read_text(encoding="utf-8"))
+        for step in STEPS:
+            prediction = predict(run, [rank], "first" if step == 1 else "steady").to_dict()
+            ledger = predicted_rank(prediction, measured)
+            rows: list[Any] = [*reconcile_collectives(prediction, ledger, measured, step)]
+            assert rows
+            if step == STEPS[-1]:
+                rows += [*reconcile_resident(prediction, ledger, measured), *reconcile_layout(prediction, measured)]
+            out += [f"step {step}: {row}" for row in rows if row.verdict != EXACT]
+    return out
+
+
+@pytest.mark.parametrize("entry", [TABLE[i] for i in FEW], ids=lambda e: e["name"])
+def test_exact(entry: dict[str, Any], tmp_path: Path) -> None:
+    """A small part of the table."""
+    assert differences(resolved(entry, tmp_path), tmp_path / "out") == []
+
+
+@pytest.mark.parametrize("entry", [TABLE[i] for i in ON_GLOO], ids=lambda e: e["name"])
+def test_exact_with_all_ranks(entry: dict[str, Any], tmp_path: Path) -> None:
+    """Ranks that really talk to each other keep and send what a rank alone does."""
+    assert differences(resolved(entry, tmp_path, "cpu"), tmp_path / "out") == []
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("entry", TABLE, ids=lambda e: e["name"])
+def test_exact_everywhere(entry: dict[str, Any], tmp_path: Path) -> None:
+    """The whole table."""
+    assert differences(resolved(entry, tmp_path), tmp_path / "out") == []
+
+
+def test_the_table_is_what_the_generator_makes() -> None:
+    """Nobody has edited it, and it covers every value of every setting."""
+    sys.path.insert(0, str(DATA))
+    from deepspeed_generate import GRADIENTS, configurations
+
+    assert configurations() == TABLE
+    assert len({json.dumps([e["model"], e["run"]], sort_keys=True) for e in TABLE}) == len(TABLE) >= 40
+    settings = [e["run"]["deepspeed"] for e in TABLE]
+    assert {s["zero_optimization"]["stage"] for s in settings} == {0, 1, 2, 3}
+    assert {e["run"]["world_size"] for e in TABLE} == set(range(1, 9))
+    accumulation = {e["run"]["global_batch"] // e["run"]["micro_batch"] // e["run"]["world_size"] for e in TABLE}
+    assert accumulation == {1, 2, 3, 4}
+    for key in ("overlap_comm", "contiguous_gradients", "reduce_scatter"):
+        for stage in (1, 2, 3):
+            seen = {s["zero_optimization"][key] for s in settings if s["zero_optimization"]["stage"] == stage}
+            assert seen == {True, False}, (key, stage)
+    for stage, kinds in GRADIENTS.items():
+        seen = {s["data_types"]["grad_accum_dtype"] for s in settings if s["zero_optimization"]["stage"] == stage}
+        assert seen == {None, *kinds}, stage
+    assert {s["communication_data_type"] for s in settings} == {None, "bf16", "fp16", "fp32"}
+    for key in ("activation_checkpointing", "zero_init"):
+        assert {s[key] for s in settings if key in s} == {True, False}
+    for key in ("tie_embeddings", "qkv_bias", "attention_output_bias", "mlp_bias", "qk_norm", "gated_mlp"):
+        assert {e["model"][key] for e in TABLE} == {True, False}
