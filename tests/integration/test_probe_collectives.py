@@ -272,6 +272,23 @@ def phases(rank: int) -> dict[int, str]:
     return {r["in_numel"]: r["phase"] for r in probe.rows()}
 
 
+def pipeline(rank: int) -> list[tuple[str, str]]:
+    def send_forward_recv_backward() -> None:
+        one, other = torch.ones(1), torch.ones(1)
+        for work in dist.batch_isend_irecv(
+            [dist.P2POp(dist.isend, one, 1 - rank), dist.P2POp(dist.irecv, other, 1 - rank)]
+        ):
+            work.wait()
+
+    with CollectiveProbe(1) as probe:
+        send_forward_recv_backward()
+    return [(r["op"], r["phase"]) for r in probe.rows()]
+
+
+def test_phases_of_a_pipeline() -> None:
+    assert on_ranks(2, pipeline) == [[("send", "forward"), ("recv", "backward")]] * 2
+
+
 def test_phases() -> None:
     assert on_ranks(2, phases) == [{1: "forward", 2: "optimizer", 3: "step"}] * 2
 

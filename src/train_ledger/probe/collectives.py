@@ -92,7 +92,7 @@ class CollectiveProbe(TorchDispatchMode):
         if group is None:  # wait_tensor, check_for_nan and the like send nothing
             return
         ranks, group = self._group(group)
-        site, phase = call_site(sys._getframe(2))
+        site, phase = call_site(sys._getframe(2), _word(name))
         phase = "optimizer" if self._optimizer.running else phase
         for op, dtype, in_numel, out_numel in _transfers(func.namespace, name, named, out):
             self._counts[op, ranks, group, dtype, in_numel, out_numel, phase, site] += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import sys
 from types import CodeType, FrameType
 
@@ -30,6 +31,7 @@ _PASS_ON = (
 #: Libraries of collectives under a framework: their caller is the site, if there is one.
 _LIBRARIES = ("spmd_types/",)
 _WRAPPERS = ("__call__", "__torch_function__", "wrapper", "wrapped_fn", "inner", "decorate_context")
+_TRANSFERS = {op: re.compile(rf"{op}_(forward|backward)") for op in ("send", "recv")}
 _MODULE_CALLS = ("_call_impl", "_wrapped_call_impl")
 
 
@@ -56,24 +58,29 @@ def _in_module_call(code: CodeType) -> bool:
     return code.co_name in _MODULE_CALLS and relative(code.co_filename) == "torch/nn/modules/module.py"
 
 
-def call_site(frame: FrameType | None) -> tuple[str, str]:
+def call_site(frame: FrameType | None, op: str = "") -> tuple[str, str]:
     """Site and phase of a call.
 
     Args:
         frame: the innermost frame.
+        op: the ledger's word for the operation.
 
     Returns:
         `file:function` of the innermost frame that does not merely pass the call on, and the phase: `backward` inside
         of the autograd engine or of a function named `backward`, recomputation of activations included; `forward`
-        inside of a module; else `step`.
+        inside of a module; else `step`. Pipeline schedules send and receive outside of both passes; there the names
+        of their functions say which pass it is for (`send_forward_recv_backward`).
     """
     site, wrapper, inside = "", "", set()
+    transfer = _TRANSFERS.get(op)
     while frame is not None:
         code = frame.f_code
         if code.co_name in ("backward", "_engine_run_backward"):
             inside.add("backward")
         elif _in_module_call(code):
             inside.add("forward")
+        elif transfer and not inside and (said := transfer.search(code.co_name)):
+            inside.add(said[1])
         if not site and code.co_name not in _WRAPPERS and not _passes_on(code.co_filename):
             here = f"{relative(code.co_filename)}:{code.co_name}"
             if not here.startswith(_LIBRARIES):
