@@ -11,18 +11,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from train_ledger.interop import deepspeed, megatron
 from train_ledger.interop.export import export
 from train_ledger.interop.lists import ignored, neutral
 from train_ledger.interop.torchtitan_export import module_name
 from train_ledger.predict.distinct import predict_distinct
-from train_ledger.spec.config import load_comparison, load_run
+from train_ledger.spec.config import load_comparison, load_run, model_shape, resolve_run
 from train_ledger.spec.run import Run
 
 ROOT = Path(__file__).parents[2]
 RUNS = [load_run(path) for path in sorted((ROOT / "config/runs").glob("*.yaml"))]
 RUNS += [replace(r, name=f"{r.name}-laptop") for r in load_comparison("laptop", ROOT / "config").runs.values()]
+
+
+RUNS += [
+    resolve_run(e["name"], e["run"], e["name"], "config", model=model_shape(e["name"], e["model"], e["name"]))
+    for name in ("megatron", "torchtitan")
+    for e in yaml.safe_load((ROOT / f"tests/data/{name}_sweep.yaml").read_text())
+]
 
 
 def ask(which: str, *items: str) -> Any:
