@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.components.metrics import MetricsProcessor
@@ -103,8 +104,7 @@ def _adamw(o: Optimizer) -> OptimizersContainer.Config:
 def model_spec(m: ModelShape, seq_length: int) -> ModelSpec:
     """Llama 3 of any shape, built as `models/llama3/__init__.py` builds its flavours, with two differences.
 
-    Attention is `ScaledDotProductAttention`: FlexAttention needs a compiler. Embeddings are tied only where the shape
-    says so.
+    Attention is PyTorch's: FlexAttention needs a compiler. Embeddings are tied only where the shape says so.
     """
     linear = {"weight": partial(torch.nn.init.trunc_normal_, std=0.02)}
     ones = {"weight": torch.nn.init.ones_}
@@ -127,7 +127,7 @@ def model_spec(m: ModelShape, seq_length: int) -> ModelSpec:
                 head_dim=m.head_dim,
                 wqkv_param_init=linear,
                 wo_param_init=deep,
-                inner_attention=ScaledDotProductAttention.Config(),
+                inner_attention=Attention.Config(),
                 fuse_qkv=True,
                 rope=_rope(m, seq_length),
             ),
@@ -167,6 +167,18 @@ def _rope(m: ModelShape, seq_length: int) -> ComplexRoPE.Config:
         config.high_freq_factor = m.rope_scaling["high_freq_factor"]
         config.original_max_position_embeddings = m.rope_scaling["original_max_position_embeddings"]
     return config
+
+
+class Attention(ScaledDotProductAttention):
+    """Flash attention where it can run, as in the other frameworks: cuDNN's own kernels come with other versions of
+    it.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(ScaledDotProductAttention.Config):
+        pass
+
+    sdpa_backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]  # noqa: RUF012 - as in the class above it
 
 
 class NoTokenizer(BaseTokenizer):
