@@ -221,3 +221,16 @@ def test_a_closed_pipe_is_no_error():
         done.stdout.close()
         assert done.stderr is not None
         assert "Traceback" not in done.stderr.read()
+
+
+def test_sweep_ranks_by_fit(capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    argv = ["sweep", "--model", "llama3-70b", "--world-size", "64", "--world-size", "128", "--global-batch", "512"]
+    rows = json.loads(run(capsys, *argv, "--device", "h100", "--top", "400", "--format", "json"))
+    fits = [row["fits"] for row in rows]
+    assert fits == sorted(fits, reverse=True)
+    assert rows[0]["fits"]
+    assert rows[0]["state_bytes"] + 20 * 10**9 <= 80 * 10**9
+    assert max(len(line) for line in run(capsys, *argv).splitlines()) <= 100
+    assert "--top: 'x' is not a whole number" in run(capsys, *argv, "--top", "x", code=2)
+    assert "--world-size: '-4' is not a whole" in run(capsys, *argv[:3], "--world-size=-4", *argv[5:], code=2)
