@@ -48,7 +48,7 @@ def main() -> None:
     torch.set_num_threads(1)
     run = replace(run, steps=steps, world="nccl" if torch.cuda.is_available() else "cpu")
     module = program(run.framework)
-    module.warm_up()
+
     session = module.build(run, _rank(run.world))
     took: dict[str, list[float]] = {mode: [] for mode in MODES}
     held: dict[str, set[int]] = {mode: set() for mode in MODES}
@@ -68,7 +68,9 @@ def main() -> None:
         ratio = statistics.median(t / b for t, b in zip(took[mode], bare, strict=True))
         extra = max(held[mode]) - max(held["bare"])
         rows.append({"mode": mode, "median_s": statistics.median(took[mode]), "ratio": ratio, "device_bytes": extra})
-        print(f"{run.name:20} {mode:12} {rows[-1]['median_s'] * 1e3:10.3f} ms  x {ratio:.4f}  {extra:+d} B on the device")
+        print(
+            f"{run.name:20} {mode:12} {rows[-1]['median_s'] * 1e3:10.3f} ms  x {ratio:.4f}  {extra:+d} B on the device"
+        )
     if args.json:
         record = {"run": run.name, "model": run.model.name, "rounds": args.rounds, "modes": rows, "times_s": took}
         args.json.write_text(json.dumps(record, indent=1) + "\n")

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from train_ledger.parity.problem import Problem
 
+TYPES = ("float32", "bfloat16")
 HELP = "train the plain single-process reference of a comparison, in fp32 and bf16"
 
 
@@ -18,6 +21,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder for reference.json and weights")
     parser.add_argument("--weights", type=Path, metavar="FILE", help="canonical weights; made on the fly if not given")
     parser.add_argument("--config", type=Path, default=Path("config"), metavar="DIR", help="folder of comparisons/")
+    parser.add_argument(
+        "--types", nargs="+", default=list(TYPES), choices=TYPES, help="types it computes in (default both)"
+    )
     parser.add_argument("--no-weights", action="store_true", help="losses and gradient norms only")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="where it computes")
 
@@ -28,17 +34,31 @@ def main(args: argparse.Namespace) -> int:
     from train_ledger.spec.config import load_comparison
 
     comparison = load_comparison(args.comparison, args.config)
-    make(select(comparison.runs).problem, args.weights, args.out, device=args.device, with_weights=not args.no_weights)
+    make(
+        select(comparison.runs).problem,
+        args.weights,
+        args.out,
+        device=args.device,
+        with_weights=not args.no_weights,
+        types=args.types,
+    )
     return 0
 
 
 def make(
-    problem: Problem, weights: Path | None, out_dir: Path, *, device: str = "cpu", with_weights: bool = True
+    problem: Problem,
+    weights: Path | None,
+    out_dir: Path,
+    *,
+    device: str = "cpu",
+    with_weights: bool = True,
+    types: Sequence[str] = TYPES,
 ) -> dict[str, Any]:
     """Train every reference run of a problem and write `reference.json`, last, beside the weights of the plain ones.
 
     Args:
         weights: the canonical checkpoint, or None to generate the same values.
+        types: types of the compute. Without float32 nothing is compared with it.
         with_weights: keep and compare the trained weights too (24 bytes a parameter on disk and in memory).
         device: cpu or cuda. On cpu with one thread, so that the order of sums does not depend on the machine.
 
@@ -48,6 +68,7 @@ def make(
     import numpy as np
     import torch
 
+    from train_ledger.launch.cuda import cuda_device
     from train_ledger.launch.reference import Order, train
     from train_ledger.launch.weights import generate, open_weights, write_weights
     from train_ledger.parity.difference import difference
@@ -55,15 +76,19 @@ def make(
 
     if device == "cpu":
         torch.set_num_threads(1)
+    else:
+        cuda_device(0)
     read = open_weights(weights, problem.model) if weights else generate(problem.model, problem.seed)
     plan = [
         ("fp32", torch.float32, Order()),
         ("bf16", torch.bfloat16, Order()),
-        ("bf16-2-parts-backwards", torch.bfloat16, Order(parts=2, backwards=True)),
-        ("bf16-3-parts-in-pairs", torch.bfloat16, Order(micro_batch=2, parts=3)),
-        ("bf16-4-parts-in-pairs", torch.bfloat16, Order(micro_batch=2, parts=4, backwards=True)),
-        ("fp32-2-parts-in-pairs", torch.float32, Order(micro_batch=2, parts=2, backwards=True)),
+        ("bf16-2-parts", torch.bfloat16, Order(parts=2, backwards=True, kernels=True)),
+        ("bf16-3-parts", torch.bfloat16, Order(micro_batch=2, parts=3)),
+        ("bf16-4-parts", torch.bfloat16, Order(micro_batch=2, parts=4, backwards=True, kernels=True)),
+        ("fp32-2-parts", torch.float32, Order(micro_batch=2, parts=2, backwards=True, kernels=True)),
+        ("fp32-3-parts", torch.float32, Order(parts=3)),
     ]
+    plan = [entry for entry in plan if str(entry[1]).removeprefix("torch.") in types]
     kept: dict[str, dict[str, torch.Tensor]] = {}
     runs: list[dict[str, Any]] = []
     for name, dtype, order in plan:
@@ -95,7 +120,7 @@ def make(
             {
                 "name": name,
                 "dtype": str(dtype).removeprefix("torch."),
-                "order": {"micro_batch": order.micro_batch, "parts": order.parts, "backwards": order.backwards},
+                "order": asdict(order),
                 "losses": done.losses,
                 "grad_norms": done.grad_norms,
                 "weights": f"{name}.safetensors" if plain else None,

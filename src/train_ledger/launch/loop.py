@@ -26,8 +26,12 @@ from .session import Program, Rank, Session, StepResult
 SCHEMA = "train-ledger/rank/1"
 
 
-def program(name: str) -> Program:
-    """The training program of a framework, imported. The version installed must be the one that was verified.
+def program(name: str, *, warm: bool = True) -> Program:
+    """The training program of a framework. The version installed must be the one that was verified.
+
+    Args:
+        name: a key of `spec.registry.FRAMEWORKS`.
+        warm: also import the framework.
 
     Raises:
         LaunchError: the framework is missing, of another version, or does not import.
@@ -43,6 +47,8 @@ def program(name: str) -> Program:
             "its rules would be another version's"
         )
     module: Program = importlib.import_module(wanted.launch)  # type: ignore[assignment]
+    if not warm:
+        return module
     try:
         module.warm_up()
     except (ImportError, OSError) as e:  # a part that is missing, a shared library that does not load

@@ -60,9 +60,7 @@ def run_forked(job: Job, make_rank: Callable[[int], Rank], at_once: int | None =
     deadline = time.monotonic() + job.timeout_s
     shown = Progress(job.run.name, job.run.steps, len(job.ranks))
     shown.tick()
-    trains = program(job.run.framework)
-    if not on_cuda(job):
-        trains.warm_up()
+    program(job.run.framework, warm=not on_cuda(job))
     waiting, children = list(job.ranks), list[_Child]()
     with terminate_as_exception():
         try:
@@ -122,10 +120,9 @@ def _child(job: Job, make_rank: Callable[[int], Rank], rank: int, pipe: int, par
         def report(**message: Any) -> None:
             os.write(pipe, (json.dumps(message) + "\n").encode())
 
-        from .loop import program, run_rank
+        from .loop import run_rank
 
         try:
-            program(job.run.framework)
             run_rank(
                 job.run,
                 make_rank(rank),

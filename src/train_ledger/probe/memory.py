@@ -136,7 +136,7 @@ class MemoryProbe:
             within.begin()
             probes.callback(lambda: self.memory_events.extend({"step": step, **e} for e in within.events))
             probes.callback(within.end)
-            self._peak = probes.enter_context(PeakOwners(self.device, self.package))
+            self._peak = probes.enter_context(PeakOwners(self.device))
         calls = probes.enter_context(CollectiveProbe(step, optimizer))
         probes.callback(lambda: self.collectives.extend(calls.rows()))
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from .stack import site_of
+
 #: Events of one step that the allocator keeps. A step of the 1B shape makes some 30,000.
 MAX_EVENTS = 400_000
 RESIDENT = "resident before the step"
@@ -19,12 +21,11 @@ class PeakOwners:
 
     Args:
         device: a CUDA device.
-        package: import name of the framework whose frames name an owner; else the innermost frame outside of torch.
         top: how many owners are kept; the rest is added up.
     """
 
-    def __init__(self, device: torch.device, package: str, top: int = 12) -> None:
-        self.device, self.package, self.top = device, package, top
+    def __init__(self, device: torch.device, top: int = 12) -> None:
+        self.device, self.top = device, top
         self.peak: dict[str, Any] = {}
 
     def __enter__(self) -> PeakOwners:
@@ -38,18 +39,15 @@ class PeakOwners:
         torch.cuda.memory._record_memory_history(None)
         index = self.device.index or 0
         if index < len(traces) and len(traces[index]) < MAX_EVENTS:
-            self.peak = peak_owners(traces[index], self._before, self.package, self.top)
+            self.peak = peak_owners(traces[index], self._before, self.top)
 
 
-def peak_owners(
-    trace: Iterable[Mapping[str, Any]], before_bytes: int, package: str = "", top: int = 12
-) -> dict[str, Any]:
+def peak_owners(trace: Iterable[Mapping[str, Any]], before_bytes: int, top: int = 12) -> dict[str, Any]:
     """The largest sum of live blocks in an allocator's history, and whose they are.
 
     Args:
         trace: events of `torch.cuda.memory._snapshot()["device_traces"][i]`: action, addr, size (bytes), frames.
         before_bytes: allocated when the history began; those blocks have no frames.
-        package: see `PeakOwners`.
         top: see `PeakOwners`.
 
     Returns:
@@ -64,7 +62,7 @@ def peak_owners(
     dirty = True
     for event in trace:
         if event["action"] == "alloc":
-            live[event["addr"]] = (event["size"], _site(event.get("frames") or (), package))
+            live[event["addr"]] = (event["size"], _site(event.get("frames") or ()))
             now += event["size"]
             dirty = True
         elif event["action"] == "free_completed":
@@ -93,14 +91,6 @@ def peak_owners(
     return {"peak_bytes": peak, "owners": rows}
 
 
-def _site(frames: Sequence[Mapping[str, Any]], package: str) -> str:
-    """`file:function` of the innermost frame of the framework, else of the innermost one outside of torch."""
-    outside = ""
-    for frame in frames:
-        file = frame["filename"]
-        short = file.rpartition("site-packages/")[2] if "site-packages/" in file else "/".join(file.split("/")[-2:])
-        if package and f"/{package}/" in f"/{file}":
-            return f"{short[short.find(package) :]}:{frame['name']}"
-        if not outside and "/torch/" not in file and file.endswith(".py"):
-            outside = f"{short}:{frame['name']}"
-    return outside or NO_PYTHON
+def _site(frames: Sequence[Mapping[str, Any]]) -> str:
+    """The innermost frame that does not only pass the call on, as for collectives (`stack.site_of`)."""
+    return next((site for f in frames if (site := site_of(f["filename"], f["name"]))), NO_PYTHON)

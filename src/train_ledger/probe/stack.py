@@ -53,6 +53,11 @@ def _passes_on(file: str) -> bool:
     return name.startswith(_PASS_ON) and not name.startswith(_TORCH_CALLERS)
 
 
+def site_of(file: str, function: str) -> str:
+    """`file:function` of a frame that acts of its own accord; empty for one that only passes calls on."""
+    return "" if function in _WRAPPERS or _passes_on(file) else f"{relative(file)}:{function}"
+
+
 @functools.cache
 def _in_module_call(code: CodeType) -> bool:
     return code.co_name in _MODULE_CALLS and relative(code.co_filename) == "torch/nn/modules/module.py"
@@ -81,8 +86,7 @@ def call_site(frame: FrameType | None, op: str = "") -> tuple[str, str]:
             inside.add("forward")
         elif transfer and not inside and (said := transfer.search(code.co_name)):
             inside.add(said[1])
-        if not site and code.co_name not in _WRAPPERS and not _passes_on(code.co_filename):
-            here = f"{relative(code.co_filename)}:{code.co_name}"
+        if not site and (here := site_of(code.co_filename, code.co_name)):
             if not here.startswith(_LIBRARIES):
                 site = here
             elif not wrapper:
