@@ -184,6 +184,28 @@ def test_cuda_memory_beyond_the_census_is_named(pair):
     assert found["block_rounding"] == (448, rows.FOREIGN)
 
 
+def test_cuda_memory_against_the_prediction_for_a_gpu(pair):
+    test_cuda_memory_beyond_the_census_is_named(pair)
+    total = pair[1]["steps"][-1]["memory"]["requested_bytes.all.current"]
+    lines = [
+        {"name": "containers", "bytes": total - 64, "in_allocator": True, "rule": ""},
+        {"name": "cublas_workspace x 1", "bytes": 64, "in_allocator": True, "rule": "CublasHandlePool.cpp"},
+        {"name": "allocator_rounding", "bytes": 400, "in_allocator": True, "rule": ""},
+        {"name": "cuda_context", "bytes": None, "in_allocator": False, "rule": ""},
+    ]
+    reading = {"rank": 0, "requested_bytes": total, "lines": lines}
+    pair[0]["device"] = {"name": "h200", "ranks": [reading]}
+    reading.update(allocated_bytes_at_least=total + 400, allocated_bytes_at_most=total + 500)
+    found = {r.container: r for r in reconcile_rank(*pair)[0]}
+    assert found["library_workspace"].verdict == found["block_rounding"].verdict == rows.EXACT
+    assert "CublasHandlePool" in found["library_workspace"].rule
+    reading["allocated_bytes_at_most"] = total + 447
+    lines[1]["bytes"] = 65
+    found = {r.container: r for r in reconcile_rank(*pair)[0]}
+    assert found["library_workspace"].residual_bytes == -1
+    assert found["library_workspace"].verdict == found["block_rounding"].verdict == rows.DIFFERS
+
+
 @pytest.mark.parametrize(
     ("key", "value"), [("run", "other"), ("framework", "deepspeed"), ("world_size", 4), ("config_sha256", "f" * 64)]
 )

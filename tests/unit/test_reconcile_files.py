@@ -126,7 +126,8 @@ def test_tidy_table_holds_all_that_the_files_hold(tmp_path):
     ranks[0]["steps"][-1]["memory"] = {"requested_bytes.all.current": 123456789012, "num_ooms": 0}
     ranks[1]["memory_events"] = [{"event": "forward", "allocated_bytes": 5}]
     ranks[1]["kernels"] = [{"kind": "AllGather", "count": 2, "time_s": 0.25}]
-    ranks[1]["timeline"] = {"compute_s": 0.5}
+    ranks[1]["timeline"] = {"steps": [{"step": 4, "compute_s": 0.5}]}
+    ranks[1]["peak"] = {"peak_bytes": 9, "owners": [{"site": "a.py:f", "bytes": 9, "blocks": 1}]}
     ranks[2]["steps"][0]["loss"] = None
     launch = read_launch(write_launch(tmp_path / "launch", prediction, ranks))
     write_tidy(launch, tmp_path / "run.parquet")

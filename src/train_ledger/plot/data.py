@@ -25,9 +25,10 @@ _WHOLE = {
     *("rank", "step", "micro_batch", "order", "count", "numel", "in_numel", "out_numel", "full_numel", "storages"),
     *("predicted_bytes", "measured_bytes", "residual_bytes", "predicted_numel", "pad_numel", "measured_numel"),
     *("predicted_count", "measured_count", "predicted_wire_bytes", "measured_wire_bytes", "storage_bytes"),
+    *("bytes", "blocks", "group_size"),
 }
 _NUMBER = {"loss", "grad_norm", "time_s", "requested_bytes", "allocated_bytes", "peak_bytes", "master_numel"}
-_NUMBER |= {"rel_difference", "bound"}
+_NUMBER |= {"rel_difference", "bound", "span_s", "compute_s", "communication_s", "exposed_communication_s"}
 TABLES: dict[str, list[str]] = {
     "resident": columns(ResidentRow),
     "collectives": columns(CollectiveRow),

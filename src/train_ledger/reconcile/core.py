@@ -100,7 +100,8 @@ def reconcile_resident(prediction: Data, ledger: Data, measured: Data) -> list[R
     if prediction.get("step") == "first" and measured["census"]["step"] != 1:
         return []
     table: dict[tuple[str, str], _Resident] = {}
-    for c in ledger["containers"]:
+    outside = [{**c, "pad_numel": 0} for c in _predicted_outside(prediction, ledger["rank"], measured)]
+    for c in [*ledger["containers"], *outside]:
         slot = table.setdefault((c["name"], c["dtype"]), _Resident(c["owner"], c["rule"]))
         slot.predicted = True
         slot.predicted_bytes += c["bytes"]
@@ -136,6 +137,34 @@ def _outside_census(measured: Data) -> list[dict[str, Any]]:
     return [
         {"name": name, "owner": owner, "dtype": "uint8", "numel": n, "bytes": n, "storages": 0}
         for name, owner, n in beyond
+    ]
+
+
+def _predicted_outside(prediction: Data, rank: int, measured: Data) -> list[dict[str, Any]]:
+    """What the prediction for a GPU (`predict --device`) says of the same two, if it was made and CUDA was measured.
+
+    A block above 1 MiB may keep what is left of the block that it was cut from, so that the allocator's rounding is
+    known as a range only (c10/cuda/CUDACachingAllocator.cpp:should_split): inside of it, what was measured is taken.
+    """
+    found = _outside_census(measured)
+    readings = [r for r in (prediction.get("device") or {}).get("ranks", []) if r["rank"] == rank]
+    if not found or not readings:
+        return []
+    r = readings[0]
+    own = {"containers", "allocator_rounding", "unsplit_remainders"}
+    lines = [x for x in r["lines"] if x["in_allocator"] and x["name"] not in own]
+    least, most = (r[f"allocated_bytes_at_{end}"] - r["requested_bytes"] for end in ("least", "most"))
+    rounding = next(c["bytes"] for c in found if c["name"] == "block_rounding")
+    predicted = {
+        "library_workspace": (sum(x["bytes"] for x in lines), "; ".join(f"{x['name']}: {x['rule']}" for x in lines)),
+        "block_rounding": (
+            rounding if least <= rounding <= most else least,
+            f"c10/cuda/CUDACachingAllocator.cpp:round_size, at least {least:,} B and at most {most:,} B",
+        ),
+    }
+    return [
+        {**c, "numel": predicted[c["name"]][0], "bytes": predicted[c["name"]][0], "rule": predicted[c["name"]][1]}
+        for c in found
     ]
 
 

@@ -47,8 +47,13 @@ FACT_TABLES: dict[str, list[str]] = {
         *("run", "rank", "weight", "full_numel", "order", "step", "micro_batch", "event", "state", "dtype", "numel"),
         *("storage_bytes", "master_name", "master_dtype", "master_numel", "master_device", "master_same_storage"),
     ],
-    "memory_events": ["run", "rank", "order", "detail"],
-    "kernels": ["run", "rank", "kind", "detail"],
+    "memory_events": ["run", "rank", "order", "step", "event", "module", "time_s", "allocated_bytes"],
+    "peaks": ["run", "rank", "peak_bytes", "site", "bytes", "blocks"],
+    "kernels": ["run", "rank", "step", "kind", "dtype", "count", "time_s"],
+    "records": [
+        *("run", "rank", "step", "op", "group", "dtype", "in_numel", "out_numel", "group_size", "coalesced", "count"),
+    ],
+    "timeline": ["run", "rank", "step", "span_s", "compute_s", "communication_s", "exposed_communication_s"],
 }
 
 _MEMORY = {
@@ -81,23 +86,28 @@ def rank_facts(prediction: Data, measured: Data, step: int) -> dict[str, list[di
     for s in measured["steps"]:
         memory = {k: (s["memory"] or {}).get(key) for k, key in _MEMORY.items()}
         steps.append({**where, **{k: s[k] for k in ("step", "loss", "grad_norm", "time_s")}, **memory})
-    loose = [
-        {**where, "kind": kind, "detail": _json(item)}
-        for kind in ("kernels", "records")
-        for item in measured.get(kind, [])
-    ]
-    if measured.get("timeline"):
-        loose.append({**where, "kind": "timeline", "detail": _json(measured["timeline"])})
+    peak = measured.get("peak") or {}
     return {
         "calls": calls,
         "predicted_calls": predicted,
         "steps": steps,
         "lifeline": _lifeline(where, measured["lifeline"]),
-        "memory_events": [
-            {**where, "order": i, "detail": _json(item)} for i, item in enumerate(measured.get("memory_events", []))
+        "memory_events": _listed(where, "memory_events", measured.get("memory_events", [])),
+        "peaks": [
+            {**where, "peak_bytes": peak["peak_bytes"], **{k: owner[k] for k in ("site", "bytes", "blocks")}}
+            for owner in peak.get("owners", [])
         ],
-        "kernels": loose,
+        "kernels": _listed(where, "kernels", measured.get("kernels", [])),
+        "records": _listed(where, "records", measured.get("records", [])),
+        "timeline": _listed(where, "timeline", (measured.get("timeline") or {}).get("steps", [])),
     }
+
+
+def _listed(where: Data, table: str, items: Sequence[Data]) -> list[dict[str, Any]]:
+    """What only CUDA or NCCL tells, in the table's columns; what an item lacks stays empty."""
+    known = [c for c in FACT_TABLES[table] if c not in {"run", "rank", "order"}]
+    order = {"order": 0} if "order" in FACT_TABLES[table] else {}
+    return [{**where, **dict.fromkeys(order, i), **{k: item.get(k) for k in known}} for i, item in enumerate(items)]
 
 
 def _lifeline(where: Data, life: Data | None) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@
 | container, other | container, unclaimed storage | step, name, owner, dtype, device, numel, bytes, count (storages), detail |
 | collective | kind of call | step, op, ranks, name (group), dtype, in_numel, out_numel, count, phase, site |
 | weight, lifeline | followed weight, event of it | name, site (module), numel; step, micro_batch, event, state, dtype, numel, bytes, detail (master) |
-| kernel, record, timeline, memory_event | what only CUDA or NCCL tells | detail as JSON |
+| kernel, record, timeline, memory_event, peak | what only CUDA or NCCL tells | detail as JSON |
 """  # noqa: E501
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ COLUMNS = pa.schema(
     metadata={"schema": TABLE_SCHEMA},
 )
 _META = (*IDENTITY, "versions", "host", "device")
+_WHOLE_PARTS = ("timeline", "peak")
 _LOOSE = {"kernel": "kernels", "record": "records", "memory_event": "memory_events"}
 
 
@@ -116,8 +117,9 @@ def _rank_rows(data: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     for kind, key in _LOOSE.items():
         for item in data.get(key, []):
             yield row(kind, detail=_json(item))
-    if data.get("timeline"):
-        yield row("timeline", detail=_json(data["timeline"]))
+    for kind in _WHOLE_PARTS:
+        if data.get(kind):
+            yield row(kind, detail=_json(data[kind]))
 
 
 def _rank_data(rank: int, rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -176,8 +178,9 @@ def _rank_data(rank: int, rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     for kind, key in _LOOSE.items():
         if some(kind):
             out[key] = [json.loads(r["detail"]) for r in some(kind)]
-    if some("timeline"):
-        out["timeline"] = json.loads(some("timeline")[0]["detail"])
+    for kind in _WHOLE_PARTS:
+        if some(kind):
+            out[kind] = json.loads(some(kind)[0]["detail"])
     return out
 
 
