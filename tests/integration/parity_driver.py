@@ -37,6 +37,19 @@ MODEL = ModelShape(
     max_position_embeddings=24,
     rope_theta=500000.0,
 )
+#: Every option that the frameworks' loaders treat otherwise; torchtitan's Llama has none of them.
+GPT = replace(
+    MODEL,
+    name="tiny-gpt",
+    position_embedding="learned",
+    normalization="layernorm",
+    gated_mlp=False,
+    activation="gelu",
+    tie_embeddings=True,
+    qkv_bias=True,
+    attention_output_bias=True,
+    mlp_bias=True,
+)
 STEPS = 4
 
 #: Layout by name: degrees, and settings of the framework. Small buckets, so that there are several even here.
@@ -46,14 +59,18 @@ LAYOUTS: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
         "tp2": ({"tensor_parallel": 2, "sequence_parallel": True}, {}),
         "pp2": ({"pipeline_parallel": 2}, {}),
         "dp2": ({"data_parallel": 2}, {}),
+        "gpt-tp2": ({"tensor_parallel": 2}, {}),
+        "gpt-pp2": ({"pipeline_parallel": 2}, {}),
     },
     "deepspeed": {
-        f"zero{stage}": ({"data_parallel": 2}, {"zero_optimization": {"stage": stage}}) for stage in (0, 1, 2, 3)
+        **{f"zero{s}": ({"data_parallel": 2}, {"zero_optimization": {"stage": s}}) for s in (0, 1, 2, 3)},
+        "gpt-zero3": ({"data_parallel": 2}, {"zero_optimization": {"stage": 3}}),
     },
     "torchtitan": {
         "fsdp2": ({"data_parallel_shard": 2}, {}),
         "tp2": ({"tensor_parallel": 2, "sequence_parallel": True}, {}),
         "hsdp": ({"data_parallel_replicate": 2, "data_parallel_shard": 2}, {}),
+        "fp32": ({"data_parallel_shard": 2}, {"mixed_precision_param": "float32"}),
         "fsdp2-tp2": ({"data_parallel_shard": 2, "tensor_parallel": 2, "sequence_parallel": True}, {}),
     },
 }
@@ -90,7 +107,7 @@ def make_run(framework: str, layout: str) -> Run:
     run = Run(
         name=f"{framework}-{layout}",
         framework=framework,
-        model=MODEL,
+        model=GPT if layout.startswith("gpt-") else MODEL,
         world="cpu",
         world_size=parallel.tensor_parallel * parallel.pipeline_parallel * total,
         parallel=parallel,
@@ -99,7 +116,7 @@ def make_run(framework: str, layout: str) -> Run:
         global_batch=8,
         steps=STEPS,
         seed=7,
-        optimizer=Optimizer(lr=3e-3, min_lr=3e-4, clip_grad=0.5, lr_warmup_steps=2, decay_norms=False),
+        optimizer=Optimizer(lr=3e-3, min_lr=3e-4, clip_grad=0.5, lr_warmup_steps=4, decay_norms=False),
         probe=Probe(),
         settings=fill_defaults(settings, schema(framework)),
     )
@@ -107,11 +124,11 @@ def make_run(framework: str, layout: str) -> Run:
     return run
 
 
-def wrong_weights(fault: str) -> dict[str, torch.Tensor]:
-    """The canonical weights, but for one mistake of a loader."""
-    read = generate(MODEL, 7)
-    weights = {t.name: read(t.name) for t in canonical_tensors(MODEL)}
-    for i in range(MODEL.num_layers):
+def wrong_weights(model: ModelShape, fault: str) -> dict[str, torch.Tensor]:
+    """The canonical weights, but for one mistake of a loader; right ones for any other fault."""
+    read = generate(model, 7)
+    weights = {t.name: read(t.name) for t in canonical_tensors(model)}
+    for i in range(model.num_layers):
         at = f"model.layers.{i}.self_attn"
         if fault == "swapped-kv":
             k, v = weights[f"{at}.k_proj.weight"], weights[f"{at}.v_proj.weight"]
@@ -119,7 +136,7 @@ def wrong_weights(fault: str) -> dict[str, torch.Tensor]:
         if fault == "interleaved-rope":  # rows as a model wants them that turns neighbours, not halves
             for letter in "qk":
                 name = f"{at}.{letter}_proj.weight"
-                rows = weights[name].view(-1, 2, MODEL.head_dim // 2, MODEL.hidden_size)
+                rows = weights[name].view(-1, 2, model.head_dim // 2, model.hidden_size)
                 weights[name] = rows.transpose(1, 2).reshape(weights[name].shape)
     return weights
 
@@ -189,10 +206,10 @@ def main(framework: str, out: Path, jobs: list[str]) -> int:
         if pid == 0:
             code = 1
             try:
-                weights = out / f"{fault or 'right'}.safetensors"
-                write_weights(weights, wrong_weights(fault))
-                plant(framework, fault)
                 run = make_run(framework, job if job in LAYOUTS[framework] else FAULTY[framework])
+                weights = out / f"{job}.safetensors"
+                write_weights(weights, wrong_weights(run.model, fault))
+                plant(framework, fault)
                 launch(run, out / job, 200, weights, export=True)
                 code = 0
             except BaseException:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import parity_driver as driver
 import pytest
@@ -24,11 +26,15 @@ LAYOUTS = [(framework, layout) for framework, known in driver.LAYOUTS.items() fo
 
 
 @pytest.fixture(scope="session")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """reference.json of the problem that the driver's runs work on."""
-    out = tmp_path_factory.mktemp("reference")
-    make_reference(Problem.of(driver.make_run("deepspeed", "zero3")), None, out)
-    return out / "reference.json"
+def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """reference.json of the two problems that the driver's runs work on, by the model's name."""
+    out = {}
+    for layout in ("zero3", "gpt-zero3"):
+        problem = Problem.of(driver.make_run("deepspeed", layout))
+        folder = tmp_path_factory.mktemp(problem.model.name)
+        make_reference(problem, None, folder)
+        out[problem.model.name] = folder / "reference.json"
+    return out
 
 
 @pytest.fixture(scope="session")
@@ -43,37 +49,43 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return out
 
 
-def judge(runs: dict[str, Run], dirs: dict[str, Path], reference: Path, out: Path) -> tuple[dict, list[dict[str, str]]]:
+def judge(
+    runs: dict[str, Run], dirs: dict[str, Path], references: dict[str, Path], out: Path
+) -> tuple[dict[str, Any], list[dict[str, str]]]:
     """The stage's summary, and its rows of weights that differ."""
-    import csv
-
-    summary = make(runs, dirs, reference, None, out)
+    model = next(iter(runs.values())).model
+    summary = make(runs, dirs, references[model.name], None, out)
     with (out / "weights.csv").open() as f:
         return summary, [row for row in csv.DictReader(f) if row["verdict"] != "equal"]
 
 
 @pytest.mark.parametrize(("framework", "layout"), LAYOUTS)
 def test_layout_trains_as_the_reference(
-    framework: str, layout: str, launched: dict[str, Path], reference: Path, tmp_path: Path
+    framework: str, layout: str, launched: dict[str, Path], references: dict[str, Path], tmp_path: Path
 ) -> None:
     """Losses, norms and every exported weight are inside the bound that the reference runs measured."""
     run = driver.make_run(framework, layout)
-    summary, wrong = judge({run.name: run}, {run.name: launched[framework] / layout}, reference, tmp_path)
+    summary, wrong = judge({run.name: run}, {run.name: launched[framework] / layout}, references, tmp_path)
     assert summary["failures"] == []
     assert wrong == []
-    assert summary["runs"][0]["weights"] == {"expected": 21, "missing": [], "double": [], "unknown": []}
+    expected = len(canonical_tensors(run.model))
+    assert summary["runs"][0]["weights"] == {"expected": expected, "missing": [], "double": [], "unknown": []}
     first = (tmp_path / "losses.csv").read_text().splitlines()[1].split(",")
     assert float(first[6]) < 1e-3
 
 
+@pytest.mark.parametrize(("model", "count"), [("tiny", 13), ("tiny-gpt", 3)])
 def test_frameworks_and_layouts_agree_with_each_other(
-    launched: dict[str, Path], reference: Path, tmp_path: Path
+    model: str, count: int, launched: dict[str, Path], references: dict[str, Path], tmp_path: Path
 ) -> None:
-    """All twelve layouts in one comparison: every pair is compared, across frameworks and inside each."""
-    runs = {run.name: run for run in (driver.make_run(*both) for both in LAYOUTS)}
-    dirs = {driver.make_run(f, layout).name: launched[f] / layout for f, layout in LAYOUTS}
-    summary, wrong = judge(runs, dirs, reference, tmp_path)
-    assert len(summary["pairs"]) == 12 * 11 // 2 + 12 * 2
+    """All layouts of a model in one comparison: every pair is compared, across frameworks and inside each."""
+    runs, dirs = {}, {}
+    for framework, layout in LAYOUTS:
+        run = driver.make_run(framework, layout)
+        if run.model.name == model:
+            runs[run.name], dirs[run.name] = run, launched[framework] / layout
+    summary, wrong = judge(runs, dirs, references, tmp_path)
+    assert len(summary["pairs"]) == count * (count - 1) // 2 + count * 2
     assert summary["failures"] == []
     assert wrong == []
 
@@ -81,11 +93,11 @@ def test_frameworks_and_layouts_agree_with_each_other(
 @pytest.mark.parametrize("framework", driver.LAYOUTS)
 @pytest.mark.parametrize("fault", driver.FAULTS)
 def test_planted_fault_is_caught(
-    framework: str, fault: str, launched: dict[str, Path], reference: Path, tmp_path: Path
+    framework: str, fault: str, launched: dict[str, Path], references: dict[str, Path], tmp_path: Path
 ) -> None:
     """Each by what it must show: a wrong forward by the first loss or norm, a missed exclusion by exactly the norms."""
     run = driver.make_run(framework, driver.FAULTY[framework])
-    summary, wrong = judge({run.name: run}, {run.name: launched[framework] / fault}, reference, tmp_path)
+    summary, wrong = judge({run.name: run}, {run.name: launched[framework] / fault}, references, tmp_path)
     assert summary["verdict"] == "differs"
     assert all(p["verdict"] == "differs" for p in summary["pairs"])
     why = summary["failures"][0]

@@ -34,14 +34,15 @@ SHAPES = {
 COMMON = {"seed": 3, "seq_length": 8, "global_batch": 4, "steps": 3}
 
 
+@pytest.mark.parametrize("kernels", [False, True], ids=["written out", "kernels"])
 @pytest.mark.parametrize("model", SHAPES.values(), ids=SHAPES)
-def test_loss_and_gradients_are_those_of_the_module(model: ModelShape) -> None:
+def test_loss_and_gradients_are_those_of_the_module(model: ModelShape, kernels: bool) -> None:
     """Two independent implementations, in fp64 where they must agree to the last digits."""
     read = generate(model, 3)
     torch.manual_seed(0)
     tokens, labels = torch.randint(0, model.vocab_size, (2, 2, 8))
     weights = {t.name: read(t.name).double().requires_grad_() for t in canonical_tensors(model)}
-    logits = forward(model, weights, tokens, parts=2)
+    logits = forward(model, weights, tokens, Order(parts=2, kernels=kernels))
     loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
     loss.backward()
 
@@ -58,7 +59,7 @@ def test_loss_and_gradients_are_those_of_the_module(model: ModelShape) -> None:
 
 def test_order_of_sums_is_rounding_only() -> None:
     """fp32 in any order agrees to fp32 rounding; bf16 differs from it by bf16 rounding, and visibly so."""
-    orders = [Order(4), Order(1, 2, True), Order(3, 3)]
+    orders = [Order(4), Order(1, 2, True, True), Order(3, 3)]
     exact = [
         train(TINY, generate(TINY, 3), **COMMON, optimizer=Optimizer(), dtype=torch.float32, order=o) for o in orders
     ]

@@ -39,7 +39,7 @@ RUN = Run(
     global_batch=8,
     steps=STEPS,
     seed=3,
-    optimizer=Optimizer(lr=3e-3, min_lr=3e-4, clip_grad=0.5, decay_norms=False, lr_warmup_steps=2),
+    optimizer=Optimizer(lr=3e-3, min_lr=3e-4, clip_grad=0.5, decay_norms=False, lr_warmup_steps=4),
     probe=Probe(),
 )
 
@@ -264,13 +264,26 @@ def test_bounds_are_five_times_what_was_measured(reference: Path) -> None:
         if r["dtype"] == "bfloat16" and r is not plain
         for a, b in zip(r["losses"], plain["losses"], strict=True)
     ]
-    bound = measure(read, "bfloat16", "bfloat16")["loss"]
-    assert bound.samples == len(gaps) == 3 * STEPS
-    assert bound.bound == pytest.approx(DEVIATIONS * np.sqrt(np.mean(np.square(gaps))))
-    assert 1e-6 < bound.bound < 1e-2
+    bounds = measure(read, "bfloat16", "bfloat16")
+    assert bounds.loss.samples == len(gaps) == 3 * STEPS
+    assert bounds.loss.bound == pytest.approx(DEVIATIONS * np.sqrt(np.mean(np.square(gaps))))
+    assert 1e-6 < bounds.loss.bound < 1e-2
     exact = measure(read, "float32", "float32")
-    assert RESOLUTION <= exact["loss"].bound < 3e-6
-    assert exact["update"].bound < bound.bound * 100
+    assert RESOLUTION <= exact.loss.bound < 3e-6
+    for kind, bound in exact.update.items():
+        assert 0 < bound.bound < bounds.update[kind].bound / 100
+
+
+def test_kinds_have_bounds_of_their_own_and_none_below_the_median(reference: Path) -> None:
+    bounds = measure(read_reference(reference, Problem.of(RUN)), "bfloat16", "bfloat16")
+    assert len(bounds.update) == 12  # nine in a layer, embedding, last norm, head
+    assert bounds.update["model.layers.*.mlp.up_proj.weight"].samples == 3 * TINY.num_layers
+    assert bounds.of_tensor("model.layers.1.mlp.up_proj.weight") == bounds.of_tensor(
+        "model.layers.0.mlp.up_proj.weight"
+    )
+    typical = DEVIATIONS * np.median([b.rms for b in bounds.update.values()])
+    for bound in bounds.update.values():
+        assert bound.bound == pytest.approx(max(DEVIATIONS * bound.rms, typical))
 
 
 def test_difference_of_tensors() -> None:

@@ -36,11 +36,13 @@ class Order:
         parts: every matrix is cut as that many tensor-parallel ranks would cut it, and their partial sums are added in
             the compute type.
         backwards: the sequences of a step come last one first.
+        kernels: norms by torch's own kernels, whose backward adds in another order than what is written out here.
     """
 
     micro_batch: int = 1
     parts: int = 1
     backwards: bool = False
+    kernels: bool = False
 
 
 @dataclass
@@ -123,7 +125,7 @@ def _gradients(
         chosen = indices[at : at + order.micro_batch]
         tokens = torch.stack([torch.from_numpy(sample(seed, i, seq_length + 1, model.vocab_size)) for i in chosen])
         tokens = tokens.to(device)
-        logits = forward(model, weights, tokens[:, :-1], order.parts)
+        logits = forward(model, weights, tokens[:, :-1], order)
         loss = F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten()) * (len(chosen) / len(indices))
         loss.backward()
         total += loss.item()
@@ -137,38 +139,42 @@ def _gradients(
     return total
 
 
-def forward(model: ModelShape, w: dict[str, Tensor], tokens: Tensor, parts: int = 1) -> Tensor:
+def forward(model: ModelShape, w: dict[str, Tensor], tokens: Tensor, order: Order = Order()) -> Tensor:
     """Logits (batch, sequence, vocabulary) of tokens (batch, sequence), in the type of the weights `w`."""
     x = F.embedding(tokens, w["model.embed_tokens.weight"])
     if model.position_embedding == "learned":
         x = x + w["model.embed_positions.weight"][: tokens.shape[1]]
     for i in range(model.num_layers):
         # On a GPU layers are computed again in the backward: at sequence 8192 the activations of all would not fit.
-        layer = partial(_layer, model, w, f"model.layers.{i}", parts=parts)
+        layer = partial(_layer, model, w, f"model.layers.{i}", order=order)
         x = checkpoint(layer, x, use_reentrant=False) if x.is_cuda else layer(x)
     head = w["model.embed_tokens.weight" if model.tie_embeddings else "lm_head.weight"]
-    return _columns(_norm(model, w, "model.norm", x), head, None, parts)
+    return _columns(_norm(model, w, "model.norm", x, order), head, None, order)
 
 
-def _layer(model: ModelShape, w: dict[str, Tensor], at: str, x: Tensor, parts: int) -> Tensor:
-    x = x + _attention(model, w, f"{at}.self_attn", _norm(model, w, f"{at}.input_layernorm", x), parts)
-    return x + _mlp(model, w, f"{at}.mlp", _norm(model, w, f"{at}.post_attention_layernorm", x), parts)
+def _layer(model: ModelShape, w: dict[str, Tensor], at: str, x: Tensor, order: Order) -> Tensor:
+    x = x + _attention(model, w, f"{at}.self_attn", _norm(model, w, f"{at}.input_layernorm", x, order), order)
+    return x + _mlp(model, w, f"{at}.mlp", _norm(model, w, f"{at}.post_attention_layernorm", x, order), order)
 
 
-def _columns(x: Tensor, weight: Tensor, bias: Tensor | None, parts: int) -> Tensor:
+def _columns(x: Tensor, weight: Tensor, bias: Tensor | None, order: Order) -> Tensor:
     """x W^T + b with W's rows in `parts`, as tensor parallelism cuts it: the sum over parts is in the backward of x."""
-    y = torch.cat([x @ rows.T for rows in weight.tensor_split(parts)], -1)
+    y = torch.cat([x @ rows.T for rows in weight.tensor_split(order.parts)], -1)
     return y if bias is None else y + bias
 
 
-def _rows(x: Tensor, weight: Tensor, bias: Tensor | None, parts: int) -> Tensor:
+def _rows(x: Tensor, weight: Tensor, bias: Tensor | None, order: Order) -> Tensor:
     """x W^T + b with W's columns in `parts`, whose products are added in the compute type."""
-    pieces = zip(x.tensor_split(parts, -1), weight.tensor_split(parts, 1), strict=True)
+    pieces = zip(x.tensor_split(order.parts, -1), weight.tensor_split(order.parts, 1), strict=True)
     y = sum(part @ columns.T for part, columns in pieces)
     return y if bias is None else y + bias
 
 
-def _norm(model: ModelShape, w: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
+def _norm(model: ModelShape, w: dict[str, Tensor], name: str, x: Tensor, order: Order) -> Tensor:
+    if order.kernels and model.normalization == "layernorm":
+        return F.layer_norm(x, x.shape[-1:], w[f"{name}.weight"], w[f"{name}.bias"], model.norm_eps)
+    if order.kernels:
+        return F.rms_norm(x, x.shape[-1:], w[f"{name}.weight"], model.norm_eps)
     h = x.float()
     if model.normalization == "layernorm":
         h = h - h.mean(-1, keepdim=True)
@@ -178,12 +184,12 @@ def _norm(model: ModelShape, w: dict[str, Tensor], name: str, x: Tensor) -> Tens
     return h.to(x.dtype)
 
 
-def _attention(model: ModelShape, w: dict[str, Tensor], at: str, x: Tensor, parts: int) -> Tensor:
+def _attention(model: ModelShape, w: dict[str, Tensor], at: str, x: Tensor, order: Order) -> Tensor:
     def heads(letter: str) -> Tensor:
-        y = _columns(x, w[f"{at}.{letter}_proj.weight"], w.get(f"{at}.{letter}_proj.bias"), parts)
+        y = _columns(x, w[f"{at}.{letter}_proj.weight"], w.get(f"{at}.{letter}_proj.bias"), order)
         y = y.unflatten(-1, (-1, model.head_dim))
         if model.qk_norm and letter in "qk":
-            y = _norm(model, w, f"{at}.{letter}_norm", y)
+            y = _norm(model, w, f"{at}.{letter}_norm", y, order)
         y = y.transpose(1, 2)  # (batch, heads, sequence, head_dim)
         return _rotate(model, y) if model.position_embedding == "rope" and letter in "qk" else y
 
@@ -191,17 +197,17 @@ def _attention(model: ModelShape, w: dict[str, Tensor], at: str, x: Tensor, part
     grouped = model.num_attention_heads // model.num_query_groups  # consecutive query heads share a key head
     k, v = k.repeat_interleave(grouped, 1), v.repeat_interleave(grouped, 1)
     y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    return _rows(y.transpose(1, 2).flatten(2), w[f"{at}.o_proj.weight"], w.get(f"{at}.o_proj.bias"), parts)
+    return _rows(y.transpose(1, 2).flatten(2), w[f"{at}.o_proj.weight"], w.get(f"{at}.o_proj.bias"), order)
 
 
-def _mlp(model: ModelShape, w: dict[str, Tensor], at: str, x: Tensor, parts: int) -> Tensor:
+def _mlp(model: ModelShape, w: dict[str, Tensor], at: str, x: Tensor, order: Order) -> Tensor:
     act = F.silu if model.activation == "silu" else F.gelu
-    up = _columns(x, w[f"{at}.up_proj.weight"], w.get(f"{at}.up_proj.bias"), parts)
+    up = _columns(x, w[f"{at}.up_proj.weight"], w.get(f"{at}.up_proj.bias"), order)
     if model.gated_mlp:
-        hidden = act(_columns(x, w[f"{at}.gate_proj.weight"], w.get(f"{at}.gate_proj.bias"), parts)) * up
+        hidden = act(_columns(x, w[f"{at}.gate_proj.weight"], w.get(f"{at}.gate_proj.bias"), order)) * up
     else:
         hidden = act(up)
-    return _rows(hidden, w[f"{at}.down_proj.weight"], w.get(f"{at}.down_proj.bias"), parts)
+    return _rows(hidden, w[f"{at}.down_proj.weight"], w.get(f"{at}.down_proj.bias"), order)
 
 
 def _rotate(model: ModelShape, x: Tensor) -> Tensor:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +16,6 @@ from train_ledger.spec.io import read_json
 from .problem import Problem
 
 SCHEMA = "train-ledger/reference/1"
-QUANTITIES = ("loss", "grad_norm", "update", "along")
 
 #: A difference is accepted up to five times the root mean square of what a change of summation order alone makes: five
 #: standard deviations, the usual threshold where some thousand numbers are looked at and none may be wrong by chance.
@@ -29,16 +30,37 @@ FIRST_STEP_LOSS = 1e-3
 
 @dataclass(frozen=True)
 class Bound:
-    """Largest accepted |difference| of a quantity: `DEVIATIONS` times the `rms` of `samples` measured ones, at least
-    `RESOLUTION` for losses and norms, which are relative."""
+    """Largest accepted |difference|: `DEVIATIONS` times the `rms` of `samples` measured ones.
+
+    `quantity` is `loss` or `grad_norm` (relative, of every step; at least `RESOLUTION`) or `update` (of tensors of one
+    `kind`, see `kind_of`; at least the median kind's; holds for `difference.Difference`'s `update` and `along`).
+    """
 
     quantity: str
+    kind: str
     left_dtype: str
     right_dtype: str
     bound: float
     rms: float
     samples: int
     source: str
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The bounds between two types of compute."""
+
+    loss: Bound
+    grad_norm: Bound
+    update: Mapping[str, Bound]
+
+    def of_tensor(self, name: str) -> float:
+        """Bound of a trained tensor's `update` and |`along`|."""
+        return self.update[kind_of(name)].bound
+
+    def all(self) -> list[Bound]:
+        """All of them, for the record."""
+        return [self.loss, self.grad_norm, *self.update.values()]
 
 
 @dataclass(frozen=True)
@@ -70,8 +92,17 @@ def read_reference(path: str | Path, problem: Problem) -> Reference:
     return Reference(Problem.from_dict(data["problem"]), tuple(data["runs"]), Path(path).parent)
 
 
-def measure(reference: Reference, left_dtype: str, right_dtype: str) -> dict[str, Bound]:
-    """The bound of each quantity of `QUANTITIES` between runs that compute in these two types.
+def kind_of(name: str) -> str:
+    """A tensor's name without the number of its layer.
+
+    Kinds have bounds of their own: how far rounding moves a tensor depends on its gradient. A key bias without rotary
+    positions is the extreme: softmax cancels it, its true gradient is 0, and AdamW makes full steps of rounding noise.
+    """
+    return re.sub(r"\.layers\.\d+\.", ".layers.*.", name)
+
+
+def measure(reference: Reference, left_dtype: str, right_dtype: str) -> Bounds:
+    """The bounds between runs that compute in these two types.
 
     Between runs of one type: from the reordered reference runs against the plain one. Between two types: from all bf16
     runs against the plain fp32 one.
@@ -80,36 +111,39 @@ def measure(reference: Reference, left_dtype: str, right_dtype: str) -> dict[str
         DataError: the reference holds no two runs to measure it on.
     """
     mixed = left_dtype != right_dtype
+    file = reference.folder / "reference.json"
     base = reference.plain("float32" if mixed else left_dtype)
-    kind = "bfloat16" if mixed else left_dtype
-    others = [r for r in reference.runs if r["dtype"] == kind and r is not base]
+    dtype = "bfloat16" if mixed else left_dtype
+    others = [r for r in reference.runs if r["dtype"] == dtype and r is not base]
     if base is None or not others:
-        raise DataError(
-            f"holds no runs to measure {left_dtype} against {right_dtype}", file=reference.folder / "reference.json"
-        )
+        raise DataError(f"holds no runs to measure {left_dtype} against {right_dtype}", file=file, key="runs")
     names = ", ".join(r["name"] for r in others)
-    out = {}
-    compared = any(r["compared_to"] for r in reference.runs)  # else the reference was made without weights
-    for quantity in QUANTITIES if compared else ("loss", "grad_norm"):
-        values = [v for other in others for v in _samples(quantity, other, base)]
-        rms = math.sqrt(math.fsum(v * v for v in values) / len(values))
-        source = f"{DEVIATIONS:g} x the root mean square difference of {names} from {base['name']}"
-        bound = DEVIATIONS * rms
-        if quantity in ("loss", "grad_norm"):
-            bound = max(bound, RESOLUTION)
-        out[quantity] = Bound(quantity, left_dtype, right_dtype, bound, rms, len(values), source)
-    return out
+    source = f"{DEVIATIONS:g} x the root mean square difference of {names} from {base['name']}"
+
+    def bound(quantity: str, kind: str, values: Sequence[float], least: float) -> Bound:
+        limit = max(DEVIATIONS * _rms(values), least)
+        return Bound(quantity, kind, left_dtype, right_dtype, limit, _rms(values), len(values), source)
+
+    updates: dict[str, list[float]] = {}
+    for other in others:
+        if base["name"] not in other["compared_to"]:
+            raise DataError(f"{other['name']} was not compared to {base['name']}", file=file, key="compared_to")
+        for name, (update, _, _) in other["compared_to"][base["name"]].items():
+            updates.setdefault(kind_of(name), []).append(update)
+    # A kind has few samples, and by chance none of them may hold an element whose first gradient is so near to 0 that
+    # rounding decides its sign, which decides AdamW's first step. So no kind is held to less than the median kind.
+    typical = DEVIATIONS * statistics.median(_rms(values) for values in updates.values())
+    return Bounds(
+        *(
+            bound(quantity, "", [v for o in others for v in relative(o[key], base[key])], RESOLUTION)
+            for quantity, key in (("loss", "losses"), ("grad_norm", "grad_norms"))
+        ),
+        {kind: bound("update", kind, values, typical) for kind, values in updates.items()},
+    )
 
 
-def _samples(quantity: str, run: Mapping[str, Any], base: Mapping[str, Any]) -> Sequence[float]:
-    if quantity == "loss":
-        return relative(run["losses"], base["losses"])
-    if quantity == "grad_norm":
-        return relative(run["grad_norms"], base["grad_norms"])
-    by_tensor = run["compared_to"].get(base["name"], {})
-    if not by_tensor:
-        raise DataError(f"{run['name']} was not compared to {base['name']}", key="compared_to")
-    return [t[0 if quantity == "update" else 1] for t in by_tensor.values()]
+def _rms(values: Sequence[float]) -> float:
+    return math.sqrt(math.fsum(v * v for v in values) / len(values))
 
 
 def relative(left: Iterable[float], right: Iterable[float]) -> list[float]:

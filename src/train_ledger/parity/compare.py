@@ -17,7 +17,7 @@ from train_ledger.spec.model import ModelShape, canonical_tensors
 from train_ledger.spec.run import Run
 from train_ledger.spec.steps import global_steps
 
-from .bounds import FIRST_STEP_LOSS, Bound, Reference, measure
+from .bounds import FIRST_STEP_LOSS, Bounds, Reference, measure
 from .difference import Exported, Get, difference, exported, tensor_file
 from .problem import Selection
 
@@ -36,10 +36,7 @@ COLUMNS = {
     "curves": ("run", "step", "loss", "grad_norm"),
     "losses": _step_columns("loss"),
     "grad_norms": _step_columns("grad_norm"),
-    "weights": (
-        *("left", "right", "tensor", "numel", "update", "update_bound"),
-        *("along", "along_bound", "max_abs", "verdict"),
-    ),
+    "weights": (*("left", "right", "tensor", "numel", "update", "along", "max_abs", "bound", "verdict"),),
 }
 
 
@@ -151,7 +148,7 @@ def compare(
         failures += _incomplete(party)
         if need_weights and party.weights is None:
             failures.append(f"{party.name} exported no weights")
-    bounds: dict[tuple[str, str], dict[str, Bound]] = {}
+    bounds: dict[tuple[str, str], Bounds] = {}
     pairs = []
     for left, right in _pairs(parties, references):
         types = (left.dtype, right.dtype)
@@ -170,7 +167,7 @@ def compare(
         "steps": problem.steps,
         "runs": [_describe(runs[n], selection, {p.name: p for p in [*parties, *shown]}.get(n)) for n in runs],
         "references": [r.name for r in references],
-        "bounds": [asdict(b) for group in bounds.values() for b in group.values()],
+        "bounds": [asdict(b) for group in bounds.values() for b in group.all()],
         "pairs": pairs,
         "failures": failures,
     }
@@ -203,7 +200,7 @@ def _incomplete(party: Party) -> list[str]:
 def _compare_pair(
     left: Party,
     right: Party,
-    bounds: Mapping[str, Bound],
+    bounds: Bounds,
     model: ModelShape,
     initial: Get,
     references: Sequence[Party],
@@ -212,28 +209,27 @@ def _compare_pair(
     """Adds the pair's rows to `result`. Returns its line of the summary, with `why` it differs ('' if it does not)."""
     out: dict[str, Any] = {"left": left.name, "right": right.name}
     why: list[str] = []
-    for quantity, table, a, b in (
-        ("loss", result.losses, left.losses, right.losses),
-        ("grad_norm", result.grad_norms, left.grad_norms, right.grad_norms),
+    for quantity, table, a, b, limit in (
+        ("loss", result.losses, left.losses, right.losses, bounds.loss.bound),
+        ("grad_norm", result.grad_norms, left.grad_norms, right.grad_norms, bounds.grad_norm.bound),
     ):
         rows = []
         for step in sorted(left.steps & right.steps & set(a) & set(b)):
-            limit = bounds[quantity].bound
-            if quantity == "loss" and step == 1:
-                limit = min(limit, FIRST_STEP_LOSS)
-            rows.append(_row(left, right, quantity, step, a[step], b[step], limit))
+            first = quantity == "loss" and step == 1
+            rows.append(
+                _row(left, right, quantity, step, a[step], b[step], min(limit, FIRST_STEP_LOSS) if first else limit)
+            )
         table += rows
-        out[quantity] = _worst(rows, "rel_difference", bounds[quantity].bound)
-        why += [
-            f"{quantity} of step {r['step']} by {r['rel_difference']:.2e}" for r in rows if r["verdict"] != "equal"
-        ][:1]
+        out[quantity] = _worst(rows, "rel_difference", "step")
+        wrong = [r for r in rows if r["verdict"] != "equal"]
+        why += [f"{quantity} of step {r['step']} by {r['rel_difference']:.2e}" for r in wrong[:1]]
     rows = _weight_rows(left, right, bounds, model, initial, references)
     result.weights += rows
     for quantity in ("update", "along"):
-        out[quantity] = _worst(rows, quantity, bounds[quantity].bound) if rows else None
+        out[quantity] = _worst(rows, quantity, "tensor")
     wrong = [r for r in rows if r["verdict"] != "equal"]
     if wrong:
-        worst = max(wrong, key=lambda r: r["update"])
+        worst = max(wrong, key=lambda r: r["update"] / r["bound"] if r["bound"] else math.inf)
         why.append(
             f"{len(wrong)} of {len(rows)} trained tensors, {worst['tensor']} most ({worst['update']:.2e} of its update)"
         )
@@ -257,7 +253,7 @@ def _row(left: Party, right: Party, quantity: str, step: int, a: float, b: float
 
 
 def _weight_rows(
-    left: Party, right: Party, bounds: Mapping[str, Bound], model: ModelShape, initial: Get, references: Sequence[Party]
+    left: Party, right: Party, bounds: Bounds, model: ModelShape, initial: Get, references: Sequence[Party]
 ) -> list[Row]:
     """Name by name, where both have trained weights that can be compared."""
     trained = next((r.get for r in references if r.dtype == "float32"), None)
@@ -267,7 +263,7 @@ def _weight_rows(
     for tensor in canonical_tensors(model):
         arrays = [get(tensor.name) for get in (left.get, right.get, initial, trained)]
         d = difference(*arrays)
-        inside = d.update <= bounds["update"].bound and abs(d.along) <= bounds["along"].bound
+        limit = bounds.of_tensor(tensor.name)
         rows.append(
             {
                 "left": left.name,
@@ -275,21 +271,21 @@ def _weight_rows(
                 "tensor": tensor.name,
                 "numel": tensor.numel,
                 "update": d.update,
-                "update_bound": bounds["update"].bound,
                 "along": d.along,
-                "along_bound": bounds["along"].bound,
                 "max_abs": d.max_abs,
-                "verdict": "equal" if inside else "differs",
+                "bound": limit,
+                "verdict": "equal" if max(d.update, abs(d.along)) <= limit else "differs",
             }
         )
     return rows
 
 
-def _worst(rows: Sequence[Row], key: str, bound: float) -> dict[str, Any] | None:
+def _worst(rows: Sequence[Row], key: str, where: str) -> dict[str, Any] | None:
+    """The row that comes nearest to its bound, or goes furthest beyond."""
     if not rows:
         return None
-    row = max(rows, key=lambda r: abs(r[key]))
-    return {"worst": row[key], "at": row.get("step", row.get("tensor")), "bound": bound}
+    row = max(rows, key=lambda r: abs(r[key]) / r["bound"] if r["bound"] else math.inf)
+    return {"worst": row[key], "at": row[where], "bound": row["bound"]}
 
 
 def _describe(run: Run, selection: Selection, party: Party | None) -> dict[str, Any]:
