@@ -296,3 +296,40 @@ def make_paper(folder: Path) -> Path:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(prediction))
     return folder
+
+
+def on_gpu(prediction: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
+    """A change for `make_results`: the same run as eight GPUs and NCCL would have told it."""
+    for r in ranks:
+        r["world"] = "nccl"
+        r["device"] = {"type": "cuda", "name": "NVIDIA H200", "memory_bytes": 150 << 30, "driver": "580.1"}
+        for c in r["census"]["containers"]:
+            c["device"] = "cuda"
+        total = sum(c["bytes"] for c in r["census"]["containers"])
+        r["census"]["other"] = []
+        for s in r["steps"]:
+            s["memory"] = {
+                "requested_bytes.all.current": total + (64 << 20),
+                "allocated_bytes.all.current": total + (64 << 20) + 5120,
+                "allocated_bytes.all.peak": 10 * total + (64 << 20),
+            }
+        names = ["step_begin", *["forward_begin"] * 20, "backward_begin", *["backward"] * 20, "backward_end"]
+        names += ["optimizer_begin", "optimizer_end", "step_end"]
+        r["memory_events"] = [
+            {"step": 4, "event": name, "module": f"layers.{i}", "time_s": i / 100}
+            | {"allocated_bytes": total * (1 + min(i, 44 - i) // 3) + total * (i % 3) // 4}
+            for i, name in enumerate(names)
+        ]
+        owners = [{"site": "torch/nn/functional.py:linear", "bytes": 9 * total, "blocks": 40}]
+        r["peak"] = {"peak_bytes": 10 * total, "owners": [*owners, {"site": "resident", "bytes": total, "blocks": 0}]}
+        r["kernels"] = [
+            {"step": 4, "kind": c["op"], "dtype": c["dtype"], "count": c["count"], "time_s": 0.5}
+            for c in r["collectives"]
+        ]
+        r["records"] = [
+            {k: c[k] for k in ("step", "op", "group", "dtype", "in_numel", "out_numel", "count")}
+            | {"group_size": len(c["ranks"]), "coalesced": False}
+            for c in r["collectives"]
+        ]
+        parts = {"span_s": 1.5, "compute_s": 1.0, "communication_s": 0.6, "exposed_communication_s": 0.4}
+        r["timeline"] = {"steps": [{"step": 4, **parts}]}

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_results import RUNS, make_paper, make_results
+from made_results import RUNS, make_paper, make_results, on_gpu
 
 from train_ledger.cli import main
 from train_ledger.plot.data import read_results
@@ -261,6 +261,23 @@ def test_losses_that_are_not_there(tmp_path):
 
     page = build(make_results(tmp_path / "laptop", {"run": "deepspeed"}, change))
     assert "Loss of every step" not in page.text
+
+
+def test_evidence_from_gpus_stands_beside(tmp_path):
+    folder = make_results(tmp_path / "laptop", {"deepspeed-zero3-dp8": "deepspeed"})
+    evidence = make_results(tmp_path / "llama_h200", {"deepspeed-zero3-dp8": "deepspeed"}, on_gpu)
+    assert main(["report", str(folder), "--evidence", str(evidence), "--strict"]) == 0
+    page = Page((folder / "report.html").read_text(encoding="utf-8"))
+    assert "llama_h200 : 1 run, 8 ranks: 0 bytes, 0 calls unexplained" in page.text
+    assert "Figure" in page.text
+    assert "Memory within one step" in page.text
+    assert "67,108,864" in page.text  # the workspaces
+    with (folder / "tables" / "evidence.csv").open(encoding="utf-8") as f:
+        rows = list(csv.DictReader(f))
+    assert [(r["ranks"], r["left_bytes"], r["verdict"]) for r in rows] == [("0-7", "0", "exact")]
+    with (folder / "tables" / "nccl.csv").open(encoding="utf-8") as f:
+        assert all(r["calls"] == r["records"] == r["kernels"] for r in csv.DictReader(f))
+    assert "linear" in page.text
 
 
 def test_nan_in_a_table_is_a_dash(tmp_path):

@@ -15,6 +15,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--paper", type=Path, metavar="DIR", help="results folder of which only the prediction is shown beside it"
     )
+    parser.add_argument(
+        "--evidence",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="results folder of reconciled measurements on GPUs to show beside it; may be given more than once",
+    )
     parser.add_argument("--strict", action="store_true", help="end with 1 if anything is not exact")
 
 
@@ -26,8 +34,8 @@ def main(args: argparse.Namespace) -> int:
     from train_ledger.report.build import build_report
     from train_ledger.report.provenance import find_source
 
-    make_figures(args.results, args.paper)
-    page = build_report(args.results, args.paper, find_source())
+    make_figures(args.results, args.paper, args.evidence)
+    page = build_report(args.results, args.paper, find_source(), args.evidence)
     found = verdict(read_results(args.results))
     print(f"{page}: {found.text}")
     if args.strict and found.state == "differs":

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from train_ledger.spec.io import write_json
 
-from . import grids, lifeline, losses, paper, resident, schedule, traffic
+from . import grids, lifeline, losses, paper, resident, schedule, traffic, within
 from .data import Results, read_results
 from .save import Drawn, save
 
@@ -17,21 +17,27 @@ FIGURES_SCHEMA = "train-ledger/figures/1"
 DRAWERS = (resident.draw, traffic.draw, lifeline.draw, grids.draw, schedule.draw, losses.draw)
 
 
-def all_figures(results: Results, predicted: Results | None = None) -> Iterator[Drawn]:
+def all_figures(
+    results: Results, predicted: Results | None = None, evidence: Sequence[Results] = ()
+) -> Iterator[Drawn]:
     """Every figure for which there is data, in the order of the report."""
     for draw in DRAWERS:
         yield from draw(results)
+    yield from within.draw([results, *evidence])
     yield from losses.draw_parity(results.parity)
     if predicted is not None:
         yield from paper.draw(predicted, results.run_names)
 
 
-def make_figures(results_dir: str | Path, paper_dir: str | Path | None = None) -> list[dict[str, Any]]:
+def make_figures(
+    results_dir: str | Path, paper_dir: str | Path | None = None, evidence_dirs: Sequence[str | Path] = ()
+) -> list[dict[str, Any]]:
     """Draws every figure as SVG and PDF into `<results_dir>/figures`, and lists them in figures.json there.
 
     Args:
         results_dir: `results/<comparison>`, after predict and, for all but the predicted part, reconcile.
         paper_dir: results folder of the comparison of which only the prediction is shown beside it.
+        evidence_dirs: results folders of reconciled measurements on GPUs that are shown beside it.
 
     Returns:
         What was listed: name, section, title, alt, caption and tips of each figure.
@@ -41,9 +47,10 @@ def make_figures(results_dir: str | Path, paper_dir: str | Path | None = None) -
     """
     results = read_results(results_dir)
     predicted = read_results(paper_dir) if paper_dir else None
+    evidence = [read_results(folder) for folder in evidence_dirs]
     folder = Path(results_dir) / "figures"
     listed = []
-    for drawn in all_figures(results, predicted):
+    for drawn in all_figures(results, predicted, evidence):
         save(drawn, folder)
         words = ("name", "section", "title", "alt", "caption", "tips")
         listed.append({word: getattr(drawn, word) for word in words})

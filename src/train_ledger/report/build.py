@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from train_ledger.plot.make import FIGURES_SCHEMA
 from train_ledger.spec.errors import DataError
 from train_ledger.spec.io import read_json, write_text
 
-from . import answers, expectation, ledger_tables, provenance, run_tables
+from . import answers, expectation, gpu_tables, ledger_tables, provenance, run_tables
 from .svg import inline_svg
 from .tables import Table, show, to_csv, to_latex
 from .words import GLOSSARY
@@ -32,6 +32,7 @@ def build_report(
     results_dir: str | Path,
     paper_dir: str | Path | None = None,
     source: provenance.Source | None = None,
+    evidence_dirs: Sequence[str | Path] = (),
 ) -> Path:
     """Writes `<results_dir>/report.html`, and every table of it to `<results_dir>/tables` as CSV and LaTeX.
 
@@ -39,6 +40,7 @@ def build_report(
         results_dir: `results/<comparison>`; figures are those that the plot stage left there.
         paper_dir: results folder of the comparison of which only the prediction is shown beside it.
         source: the checkout, for the provenance section.
+        evidence_dirs: results folders of reconciled measurements on GPUs that are shown beside it.
 
     Returns:
         The page.
@@ -49,18 +51,20 @@ def build_report(
     folder = Path(results_dir)
     results = read_results(folder)
     paper = read_results(paper_dir) if paper_dir else None
-    tables = all_tables(results, paper)
+    evidence = [read_results(each) for each in evidence_dirs]
+    tables = all_tables(results, paper, evidence)
     for table in tables.values():
         write_text(folder / "tables" / f"{table.name}.csv", to_csv(table))
         if table.name != "ledger":  # a table of thousands of rows is no table of a paper
             write_text(folder / "tables" / f"{table.name}.tex", to_latex(table))
-    page = render(results, paper, tables, read_figures(folder / "figures"), source or provenance.Source())
+    page = render(results, paper, evidence, tables, read_figures(folder / "figures"), source or provenance.Source())
     write_text(folder / "report.html", page)
     return folder / "report.html"
 
 
-def all_tables(results: Results, paper: Results | None) -> dict[str, Table]:
+def all_tables(results: Results, paper: Results | None, evidence: Sequence[Results] = ()) -> dict[str, Table]:
     """Every table that has rows, by name."""
+    sources = [results, *evidence]
     made = [
         answers.answer_table(results),
         answers.summary_table(results),
@@ -73,7 +77,11 @@ def all_tables(results: Results, paper: Results | None) -> dict[str, Table]:
         run_tables.loss_table(results),
         run_tables.parity_table(results),
         ledger_tables.ledger_table(results),
-        provenance.provenance_table(results),
+        provenance.provenance_table(sources),
+        gpu_tables.evidence_table(sources),
+        gpu_tables.peak_table(sources),
+        gpu_tables.time_table(sources),
+        gpu_tables.nccl_table(sources),
     ]
     if paper is not None:
         made += [expectation.prediction_table(paper), expectation.expectation_table(paper)]
@@ -100,6 +108,7 @@ def read_figures(folder: Path) -> dict[str, dict[str, Any]]:
 def render(
     results: Results,
     paper: Results | None,
+    evidence: Sequence[Results],
     tables: Mapping[str, Table],
     figures: Mapping[str, Mapping[str, Any]],
     source: provenance.Source,
@@ -125,7 +134,8 @@ def render(
         verdict=answers.verdict(results),
         explanations=expectation.explanations(paper) if paper else [],
         parity=results.parity.summary if results.parity else None,
-        facts=provenance.facts(results, source),
+        evidence=[(each.name, answers.verdict(each)) for each in evidence],
+        facts=provenance.facts([results, *evidence], source),
         glossary=GLOSSARY,
         style=Markup(style.replace("</", "<\\/")),
         script=Markup(f"\n{script}\n"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,14 +46,15 @@ def _git(root: Path, *args: str) -> str:
     return done.stdout.strip()
 
 
-def provenance_table(results: Results) -> Table:
+def provenance_table(sources: Sequence[Results]) -> Table:
     """A row a run that was measured."""
     rows = []
-    for r in results.runs:
+    for where, r in ((results.name, r) for results in sources for r in results.runs):
         framework = FRAMEWORKS.get(r["framework"])
         versions = r["versions"]
         rows.append(
             {
+                "where": where,
                 "run": r["run"],
                 "framework": framework_title(r["framework"]),
                 "version": versions.get(framework.distribution if framework else "", ""),
@@ -68,6 +69,7 @@ def provenance_table(results: Results) -> Table:
         "provenance",
         "What was measured with what.",
         [
+            Column("where", "results", "code"),
             Column("run", "run", "code"),
             Column("framework", "framework"),
             Column("version", "version", "code"),
@@ -89,22 +91,22 @@ def _device(device: Mapping[str, Any]) -> str:
     return f"{device.get('name', 'cuda')}{memory}{driver}"
 
 
-def machines(results: Results) -> list[str]:
+def machines(sources: Sequence[Results]) -> list[str]:
     """The machines that were measured on, each once: kind, CPUs, memory."""
     found = []
-    for r in results.runs:
+    for r in (r for results in sources for r in results.runs):
         for h in r["hosts"]:
             memory = f", {h['memory_bytes'] / 2**30:.1f} GiB of memory" if h.get("memory_bytes") else ""
             found.append(f"{h.get('machine', 'unknown')}, {h.get('cpus', '?')} CPUs{memory}")
     return list(dict.fromkeys(found))
 
 
-def facts(results: Results, source: Source) -> list[tuple[str, str]]:
-    """What holds for the whole report, as pairs of words."""
+def facts(sources: Sequence[Results], source: Source) -> list[tuple[str, str]]:
+    """What holds for the whole report, as pairs of words. The first of `sources` is the comparison of the page."""
     return [
-        ("comparison", results.name),
+        ("comparison", sources[0].name),
         ("train-ledger", __version__),
         ("git commit", source.commit or "not recorded"),
         ("SHA-256 of envs/requirements.txt", source.environment_sha256 or "not recorded"),
-        ("machine", "; ".join(machines(results)) or "nothing was measured"),
+        ("machine", "; ".join(machines(sources)) or "nothing was measured"),
     ]

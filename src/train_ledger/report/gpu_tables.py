@@ -1,0 +1,193 @@
+"""What only a GPU can tell: the allocator explained to the byte, the peak and its owners, NCCL's own counts, time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+import pandas as pd
+
+from train_ledger.plot.data import Results
+from train_ledger.plot.schedule import config_of
+from train_ledger.reconcile.compare import rank_ranges
+from train_ledger.reconcile.rows import CLEAN
+
+from .tables import Column, Table
+
+OUTSIDE = ("library_workspace", "block_rounding")
+WARM_UP_STEPS = 2
+
+
+def evidence_table(sources: Sequence[Results]) -> Table:
+    """A row a run and class of ranks that were measured on CUDA: what the allocator read, and what explains it."""
+    rows: list[dict[str, Any]] = []
+    for results in sources:
+        for run in results.run_names:
+            rows += _allocator_rows(results, run)
+    return Table(
+        "evidence",
+        "On real GPUs: bytes that PyTorch's allocator counts at a step boundary, and what explains them.",
+        [
+            Column("where", "results", "code"),
+            Column("run", "run", "code"),
+            Column("device", "device"),
+            Column("ranks", "ranks"),
+            Column("requested_bytes", "requested [B]", "bytes"),
+            Column("container_bytes", "containers, predicted [B]", "bytes"),
+            Column("library_bytes", "library workspaces [B]", "bytes"),
+            Column("left_bytes", "left over [B]", "bytes"),
+            Column("allocated_bytes", "allocated [B]", "bytes"),
+            Column("peak_bytes", "peak, allocated [B]", "bytes"),
+            Column("verdict", "verdict", "verdict"),
+        ],
+        rows,
+    )
+
+
+def _allocator_rows(results: Results, run: str) -> list[dict[str, Any]]:
+    steps = results.of("steps", run).dropna(subset=["requested_bytes"])
+    if steps.empty:
+        return []
+    found = next((r for r in results.runs if r["run"] == run), {})
+    devices = sorted({str(d.get("name", d.get("type", ""))) for d in found.get("devices", [])})
+    resident, calls = results.of("resident", run), results.of("collectives", run)
+    alike: dict[tuple[Any, ...], list[int]] = {}
+    for rank, part in steps.groupby("rank", sort=True):
+        last = part.sort_values("step").iloc[-1]
+        mine = resident[resident["rank"] == rank]
+        library = int(mine[mine["container"] == "library_workspace"]["measured_bytes"].sum())
+        bad = [f[~f["verdict"].isin(CLEAN)] for f in (mine, calls[calls["rank"] == rank])]
+        inside = mine[~mine["container"].isin(OUTSIDE)]
+        left = int((inside["measured_bytes"] - inside["predicted_bytes"]).sum())
+        alike.setdefault(
+            (
+                int(last["requested_bytes"]),
+                int(last["requested_bytes"]) - library - left,
+                library,
+                left,
+                int(last["allocated_bytes"]),
+                int(part["peak_bytes"].max()),
+                "exact" if all(f.empty for f in bad) else "differs",
+            ),
+            [],
+        ).append(int(rank))
+    keys = ("requested_bytes", "container_bytes", "library_bytes", "left_bytes", "allocated_bytes", "peak_bytes")
+    return [
+        {
+            "where": results.name,
+            "run": run,
+            "device": ", ".join(devices),
+            "ranks": rank_ranges(ranks),
+            **dict(zip((*keys, "verdict"), key, strict=True)),
+        }
+        for key, ranks in alike.items()
+    ]
+
+
+def peak_table(sources: Sequence[Results]) -> Table:
+    """Who owns the most that was allocated within the recorded step, for the lowest rank of each run."""
+    rows: list[dict[str, Any]] = []
+    for results in sources:
+        for run in results.run_names:
+            part = results.of("peaks", run)
+            part = part[part["rank"] == part["rank"].min()]
+            for r in part.to_dict("records"):
+                rows.append({"where": results.name, **r, "share": 100 * r["bytes"] / r["peak_bytes"]})
+    return Table(
+        "peaks",
+        "What the peak within a step consists of, by the line of code that asked for it.",
+        [
+            Column("where", "results", "code"),
+            Column("run", "run", "code"),
+            Column("rank", "rank", "count"),
+            Column("site", "owner", "code"),
+            Column("bytes", "at the peak [B]", "bytes"),
+            Column("share", "of the peak [%]", "percent"),
+            Column("blocks", "blocks", "count"),
+        ],
+        rows,
+    )
+
+
+def time_table(sources: Sequence[Results]) -> Table:
+    """Step times where they mean something: a GPU a rank, NCCL. The first steps warm up and are left out."""
+    rows: list[dict[str, Any]] = []
+    for results in sources:
+        real = {r["run"] for r in results.runs if r["world"] == "nccl"}
+        for run in results.run_names:
+            steps = results.of("steps", run)
+            steps = steps[steps["step"] > WARM_UP_STEPS]
+            if run not in real or steps.empty:
+                continue
+            # A step is as long as its slowest rank.
+            step_s = median(steps.groupby("step")["time_s"].max())
+            config: Any = config_of(results, run)
+            tokens = config["global_batch"] * config["seq_length"] if config else None
+            line = results.of("timeline", run)
+            parts = {} if line.empty else line[["compute_s", "communication_s", "exposed_communication_s"]].median()
+            rows.append(
+                {
+                    "where": results.name,
+                    "run": run,
+                    "step_s": step_s,
+                    "tokens_per_s": tokens / step_s if tokens else None,
+                    **{k: float(v) for k, v in dict(parts).items()},
+                }
+            )
+    return Table(
+        "time",
+        "Time of a steady step: median over steps, profiled parts median over ranks and recorded steps.",
+        [
+            Column("where", "results", "code"),
+            Column("run", "run", "code"),
+            Column("step_s", "step [s]", "seconds"),
+            Column("tokens_per_s", "tokens a second, all ranks", "count"),
+            Column("compute_s", "compute kernels [s]", "seconds"),
+            Column("communication_s", "communication kernels [s]", "seconds"),
+            Column("exposed_communication_s", "of it exposed [s]", "seconds"),
+        ],
+        rows,
+    )
+
+
+def nccl_table(sources: Sequence[Results]) -> Table:
+    """Three counts of the same step: calls at the dispatcher, NCCL's own records, kernels; by operation and type."""
+    rows: list[dict[str, Any]] = []
+    for results in sources:
+        for run in results.run_names:
+            records, kernels = results.of("records", run), results.of("kernels", run)
+            if records.empty and kernels.empty:
+                continue
+            rank = int(pd.concat([records["rank"], kernels["rank"]]).min())
+            calls = results.of("calls", run)
+            calls = calls[calls["rank"] == rank]
+            step = int(calls["step"].max()) if not calls.empty else 0
+            counts = {
+                "calls": _counts(calls, step, rank, "op"),
+                "records": _counts(records, step, rank, "op"),
+                "kernels": _counts(kernels, step, rank, "kind"),
+            }
+            for op, dtype in sorted({k for side in counts.values() for k in side}):
+                row = {name: side.get((op, dtype), 0) for name, side in counts.items()}
+                rows.append({"where": results.name, "run": run, "rank": rank, "op": op, "dtype": dtype, **row})
+    return Table(
+        "nccl",
+        "The same step counted three times: calls at the dispatcher, NCCL's records, and kernels on the GPU.",
+        [
+            Column("where", "results", "code"),
+            Column("run", "run", "code"),
+            Column("rank", "rank", "count"),
+            Column("op", "operation", "code"),
+            Column("dtype", "type", "code"),
+            Column("calls", "calls", "count"),
+            Column("records", "NCCL records", "count"),
+            Column("kernels", "kernels", "count"),
+        ],
+        rows,
+    )
+
+
+def _counts(frame: pd.DataFrame, step: int, rank: int, kind: str) -> dict[tuple[str, str], int]:
+    part = frame[(frame["step"] == step) & (frame["rank"] == rank)]
+    return {(str(op), str(dtype)): int(n) for (op, dtype), n in part.groupby([kind, "dtype"])["count"].sum().items()}
