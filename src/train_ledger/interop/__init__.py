@@ -6,6 +6,7 @@ A flag or key that could change bytes or calls and is not modelled is refused by
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -16,6 +17,10 @@ from train_ledger.spec.config import load_model, merge, model_shape, resolve_run
 from train_ledger.spec.errors import ConfigError
 from train_ledger.spec.model import ModelShape
 from train_ledger.spec.run import Run
+
+
+#: The module that reads each kind of native configuration, by the option's name.
+READERS = {"megatron_args": "megatron", "deepspeed": "deepspeed", "torchtitan": "torchtitan"}
 
 
 @dataclass(frozen=True)
@@ -67,13 +72,8 @@ def read(
     size = _positive(world_size, "--world-size")
     overrides = dict(overrides or {})
     leave_out = {w.lstrip("-") for w in without}
-    if way == "megatron_args":
-        from .megatron import read_native
-    elif way == "deepspeed":
-        from .deepspeed import read_native
-    else:
-        from .torchtitan import read_native
-    native = read_native(value, size, leave_out)
+    reader = importlib.import_module(f"{__name__}.{READERS[way]}")
+    native: Native = reader.read_native(value, size, leave_out)
     hf = None
     if hf_config is not None and "model" not in overrides:
         from .hf import read_config

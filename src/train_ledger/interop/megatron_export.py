@@ -15,7 +15,7 @@ def flags_of(run: Run) -> list[list[str]]:
     """The flags of a run for `pretrain_gpt.py`, one list a line of the script."""
     m, p, o, s = run.model, run.parallel, run.optimizer, run.settings
     engine = "transformer_engine" if s.get("core_attention", "sdpa") == "sdpa" else "local"
-    lines = [
+    lines: list[list[Any]] = [
         ["use-mcore-models", ("transformer-impl", engine)],
         [("num-layers", m.num_layers), ("hidden-size", m.hidden_size)],
         [("ffn-hidden-size", m.ffn_hidden_size), ("num-attention-heads", m.num_attention_heads)],

@@ -80,7 +80,8 @@ def _from_words(path: str, words: list[str]) -> dict[str, list[str]]:
 
 def command_words(path: str, text: str) -> list[str]:
     """The words that belong to the program that a script starts, with its variables put in."""
-    words, arrays = [], {}
+    words: list[str] = []
+    arrays: dict[str, list[str]] = {}
     commands: list[list[str]] = [[]]
     tokens = _tokens(path, text)
     i = 0

@@ -198,7 +198,7 @@ class Reader:
 
     def _model(self) -> dict[str, Any]:
         spec = self.config.model_spec
-        model = getattr(spec, "model", None)
+        model: Any = getattr(spec, "model", None)
         kind = type(model).__qualname__
         if kind != "Llama3Model.Config":
             raise self.refuse("model_spec.model", f"{kind} is not modelled; known: Llama3Model.Config")
