@@ -18,7 +18,6 @@ from train_ledger.spec.errors import ConfigError
 from train_ledger.spec.model import ModelShape
 from train_ledger.spec.run import Run
 
-
 #: The module that reads each kind of native configuration, by the option's name.
 READERS = {"megatron_args": "megatron", "deepspeed": "deepspeed", "torchtitan": "torchtitan"}
 
