@@ -258,6 +258,8 @@ def test_ranks_end_with_their_launch(how: signal.Signals, tmp_path: Path) -> Non
         process.send_signal(how)
         process.wait(20)
         wait_for(lambda: not any(Path(f"/proc/{pid}").exists() and not zombie(pid) for pid in ranks))
+        if how != signal.SIGKILL:
+            assert "planting hang" in (tmp_path / "rank1.log").read_text()
     finally:
         process.kill()
         process.wait()

@@ -67,6 +67,9 @@ def launch(
         attempt.publish(chosen, time.monotonic() - began)
     except LaunchError as e:
         raise attempt.keep_logs(e) from None
+    except KeyboardInterrupt:  # Ctrl-C, or a scheduler's SIGTERM
+        attempt.keep_logs(LaunchError("interrupted"))
+        raise
     finally:
         attempt.discard()
 
