@@ -105,12 +105,13 @@ def settings(draw: random.Random) -> dict[str, Any]:
     }
 
 
-def refused(shape: dict[str, Any], own: dict[str, Any], tp: int) -> bool:
+def refused(shape: dict[str, Any], own: dict[str, Any], tp: int, pp: int, vp: int, uneven: dict[str, int]) -> bool:
     """What Megatron refuses; `tests/unit/test_predict_megatron_check.py` has these cases."""
     groups = shape["num_query_groups"]
     rows = (shape["num_attention_heads"] + 2 * groups) * shape["head_dim"]
     endless = own.get("recompute_modules") == ["mlp"] and shape["mlp_bias"]
-    return bool((groups % tp and tp % groups) or rows % tp or endless)
+    no_middle = vp > 1 and len(uneven) == pp
+    return bool((groups % tp and tp % groups) or rows % tp or endless or no_middle)
 
 
 def configurations(seed: int = SEED, count: int = COUNT) -> list[dict[str, Any]]:
@@ -126,7 +127,7 @@ def configurations(seed: int = SEED, count: int = COUNT) -> list[dict[str, Any]]
         micro = draw.choice([1, 1, 2, 3])
         micro_batches = pp * draw.choice([1, 2]) if vp > 1 else draw.choice([1, 2, 3, 5])
         optimizer = {"clip_grad": draw.choice([1.0, 0.0]), "decay_norms": draw.random() < 0.5}
-        if refused(shape, own, tp):
+        if refused(shape, own, tp, pp, vp, uneven):
             continue
         out.append(
             {

@@ -145,6 +145,11 @@ def test_uneven_stages() -> None:
     assert "Mismatch: 0 middle layers" in refusal(settings=none_left, **layout(pipeline_parallel=4)).message
     uneven = {"num_layers_in_first_pipeline_stage": 3}
     assert "5 layers are not divisible by 3" in refusal(settings=uneven, **layout(pipeline_parallel=4)).message
+    even = {"num_layers_in_first_pipeline_stage": 2, "num_layers_in_last_pipeline_stage": 6}
+    assert (
+        "number of middle stages"
+        in refusal(settings=even, **layout(pipeline_parallel=2, virtual_pipeline_parallel=2)).message
+    )
     odd = {"num_layers_in_first_pipeline_stage": 3, "num_layers_in_last_pipeline_stage": 5}
     error = refusal(settings=odd, **layout(pipeline_parallel=2, virtual_pipeline_parallel=2))
     assert error.key == "megatron.num_layers_in_first_pipeline_stage"

@@ -141,6 +141,13 @@ def _pipeline(run: Run) -> None:
                 f"{n} layers of a stage are not divisible by {vp} virtual stages "
                 "(transformer_block.py:get_num_layers_to_build)",
             )
+    if given and not stages:
+        _refuse(
+            run,
+            next(iter(given)),
+            "Megatron Core cannot number the layers of virtual stages without a middle stage: it divides by the number "
+            "of middle stages, which is 0 (transformer_layer.py:get_transformer_layer_offset)",
+        )
     if m % pp:
         _refuse(
             run,
