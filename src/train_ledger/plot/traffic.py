@@ -179,7 +179,7 @@ def _dot_panel(ax: Axes, lines: pd.DataFrame, what: str, measured: bool, tips: d
     ax.xaxis.set_minor_formatter(NullFormatter())
     ax.set_ylim(max(2, len(lines)) - 0.4, -0.6)
     largest = max(1, lines[f"predicted_{what}"].max(), lines[f"measured_{what}"].max())
-    ax.set_xlim(0.6, max(ax.get_xlim()[1], largest * (6 if what == "count" else 30)))
+    ax.set_xlim(0.6, max(ax.get_xlim()[1], largest * (6 if what == "count" else 100)))
 
 
 def _count_tick(value: float, _: int) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from train_ledger import __version__
 from train_ledger.plot.data import Results, read_results
 from train_ledger.plot.make import FIGURES_SCHEMA
 from train_ledger.spec.errors import DataError
@@ -137,6 +138,8 @@ def render(
         evidence=[(each.name, answers.verdict(each)) for each in evidence],
         facts=provenance.facts([results, *evidence], source),
         glossary=GLOSSARY,
+        version=__version__,
+        commit=source.commit,
         style=Markup(style.replace("</", "<\\/")),
         script=Markup(f"\n{script}\n"),
         script_hash=base64.b64encode(hashlib.sha256(f"\n{script}\n".encode()).digest()).decode(),
