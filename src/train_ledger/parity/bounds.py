@@ -134,10 +134,8 @@ def measure(reference: Reference, left_dtype: str, right_dtype: str) -> Bounds:
     # rounding decides its sign, which decides AdamW's first step. So no kind is held to less than the median kind.
     typical = DEVIATIONS * statistics.median(_rms(values) for values in updates.values())
     return Bounds(
-        *(
-            bound(quantity, "", [v for o in others for v in relative(o[key], base[key])], RESOLUTION)
-            for quantity, key in (("loss", "losses"), ("grad_norm", "grad_norms"))
-        ),
+        bound("loss", "", [v for o in others for v in relative(o["losses"], base["losses"])], RESOLUTION),
+        bound("grad_norm", "", [v for o in others for v in relative(o["grad_norms"], base["grad_norms"])], RESOLUTION),
         {kind: bound("update", kind, values, typical) for kind, values in updates.items()},
     )
 
