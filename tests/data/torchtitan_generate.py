@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-SEED, COUNT = 20261129, 64
+SEED, COUNT = 641, 64
 
 #: (replicate, shard, tensor): every kind of layout, up to eight ranks, and some that no machine here could hold.
 LAYOUTS = [
@@ -22,7 +22,8 @@ LAYOUTS = [
 
 
 def model(draw: random.Random, tensor_parallel: int) -> dict[str, Any]:
-    """A small Llama; its sizes divide by as little as torchtitan allows."""
+    """A small Llama or Qwen 3; its sizes divide by as little as torchtitan allows."""
+    normed = draw.random() < 0.2
     heads, groups = draw.choice(
         [(8, 4), (4, 4), (12, 4)] if tensor_parallel == 4 else [(6, 2), (6, 6), (2, 2), (10, 2)]
     )
@@ -36,7 +37,8 @@ def model(draw: random.Random, tensor_parallel: int) -> dict[str, Any]:
         "vocab_size": draw.choice([97, 130, 522, 524]),
         "seq_length": draw.choice([24, 32]),
         "tie_embeddings": draw.random() < 0.3,
-        "rope_scaling": draw.choice([None, None, LLAMA3_SCALING]),
+        "rope_scaling": None if normed else draw.choice([None, None, LLAMA3_SCALING]),
+        "qk_norm": normed,
     }
 
 

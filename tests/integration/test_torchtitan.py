@@ -105,7 +105,12 @@ def layout(run: Run, replicate: int, shard: int, tensor: int, **changes: Any) ->
 
 @pytest.mark.parametrize(
     ("mesh", "changes"),
-    [((1, 2, 2), {}), ((1, 3, 1), {"tie_embeddings": True}), ((2, 1, 2), {"head_dim": 14, "num_query_groups": 6})],
+    [
+        ((1, 2, 2), {}),
+        ((1, 3, 1), {"tie_embeddings": True}),
+        ((2, 1, 2), {"head_dim": 14, "num_query_groups": 6}),
+        ((1, 1, 2), {"qk_norm": True}),
+    ],
 )
 def test_weights_in_and_out(laptop: Run, mesh: tuple[int, int, int], changes: dict[str, Any]) -> None:
     """What is loaded comes back bit for bit, every name once, from shards that are padded and split both ways."""

@@ -20,7 +20,8 @@ def test_llama3_8b_over_eight() -> None:
     """Parameters alone are 3.739 GiB; the rest of the log's 3.77 is what the allocator holds in whole segments.
 
     The log prints `reserved_bytes.all.peak` (torchtitan/components/metrics.py:DeviceMemoryMonitor). The allocator takes
-    memory from the driver in segments: blocks from 10 MiB on get their own, in steps of 2 MiB; smaller ones share segments
+    memory from the driver in segments: blocks from 10 MiB on get their own, in steps of 2 MiB; smaller ones share
+    segments
     of 20 MiB, those up to 1 MiB segments of 2 MiB (c10/cuda/CUDACachingAllocator.cpp:get_allocation_size).
     """
     run = load_run(
@@ -45,5 +46,5 @@ def test_llama3_8b_over_eight() -> None:
         most = own + shared + 22 * MIB + 8 * MIB
         assert param.bytes <= least
         assert least / GIB <= PUBLISHED_GIB + 0.005
-        assert PUBLISHED_GIB - 0.005 <= most / GIB
+        assert most / GIB >= PUBLISHED_GIB - 0.005
         assert (PUBLISHED_GIB * GIB - param.bytes) / param.bytes == pytest.approx(0.0082, abs=0.0015)

@@ -184,6 +184,21 @@ def test_a_tie_is_gathered_twice(paper: Run) -> None:
     assert not [c for c in real.containers if c.name == "tied_param_copy"]
 
 
+def test_norms_of_queries_and_keys(paper: Run) -> None:
+    """Qwen 3: two more parameters a layer, their gradients summed over tensor parallel, and a RoPE cache twice as
+    wide.
+    """
+    run = replace(paper, model=replace(paper.model, qk_norm=True))
+    plain, normed = predict(paper, [0]).ranks[0], predict(run, [0]).ranks[0]
+    size = {
+        name: [sum(c.bytes for c in r.containers if c.name == name) for r in (plain, normed)]
+        for name in ("step", "rope_cache")
+    }
+    assert size == {"step": [460, 460 + 4 * 32], "rope_cache": [33_554_432, 67_108_864]}
+    more = [c for c in normed.collectives if c.component == "norm gradient" and c.in_numel == 64]
+    assert [(c.op, c.group, c.dtype, c.count) for c in more] == [("all_reduce", "tp", "bfloat16", 32)]
+
+
 @pytest.mark.parametrize(
     ("changes", "key", "why"),
     [

@@ -18,12 +18,14 @@ from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config import CommConfig, DebugConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
-from torchtitan.models.common import ComplexRoPE, Embedding, Linear, RMSNorm
+from torchtitan.models.common import ComplexRoPE, CosSinRoPE, Embedding, Linear, RMSNorm, RoPE, TransformerBlock
 from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
 from torchtitan.models.common.param_init import depth_scaled_std, skip_param_init
 from torchtitan.models.llama3 import Llama3StateDictAdapter, parallelize_llama
 from torchtitan.models.llama3.model import Llama3Model, Llama3TransformerBlock
+from torchtitan.models.qwen3 import Qwen3StateDictAdapter, parallelize_qwen3
+from torchtitan.models.qwen3.model import Qwen3Model, Qwen3TransformerBlock
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.trainer import Trainer
 
@@ -102,7 +104,8 @@ def _adamw(o: Optimizer) -> OptimizersContainer.Config:
 
 
 def model_spec(m: ModelShape, seq_length: int) -> ModelSpec:
-    """Llama 3 of any shape, built as `models/llama3/__init__.py` builds its flavours, with two differences.
+    """Llama 3, or Qwen 3 where queries and keys are normed, of any shape, built as `models/llama3/__init__.py` and
+    `models/qwen3/__init__.py` build their flavours, with two differences.
 
     Attention is PyTorch's: FlexAttention needs a compiler. Embeddings are tied only where the shape says so.
     """
@@ -112,14 +115,15 @@ def model_spec(m: ModelShape, seq_length: int) -> ModelSpec:
     head = {"weight": partial(torch.nn.init.trunc_normal_, std=std, a=-3 * std, b=3 * std)}
     embedding = {"weight": skip_param_init if m.tie_embeddings else partial(torch.nn.init.normal_, std=1.0)}
 
-    def norm() -> RMSNorm.Config:
-        return RMSNorm.Config(normalized_shape=m.hidden_size, eps=m.norm_eps, param_init=ones)
+    def norm(width: int) -> RMSNorm.Config:
+        return RMSNorm.Config(normalized_shape=width, eps=m.norm_eps, param_init=ones)
 
-    def block(i: int) -> Llama3TransformerBlock.Config:
+    def block(i: int) -> TransformerBlock.Config:
         deep = {"weight": partial(torch.nn.init.trunc_normal_, std=depth_scaled_std(0.02, i))}
-        return Llama3TransformerBlock.Config(
-            attention_norm=norm(),
-            ffn_norm=norm(),
+        kind = Qwen3TransformerBlock if m.qk_norm else Llama3TransformerBlock
+        return kind.Config(
+            attention_norm=norm(m.hidden_size),
+            ffn_norm=norm(m.hidden_size),
             attention=make_gqa_config(
                 dim=m.hidden_size,
                 n_heads=m.num_attention_heads,
@@ -130,35 +134,38 @@ def model_spec(m: ModelShape, seq_length: int) -> ModelSpec:
                 inner_attention=Attention.Config(),
                 fuse_qkv=True,
                 rope=_rope(m, seq_length),
+                qk_norm=norm(m.head_dim) if m.qk_norm else None,
             ),
             feed_forward=make_ffn_config(
                 dim=m.hidden_size, hidden_dim=m.ffn_hidden_size, w1_param_init=linear, w2w3_param_init=deep
             ),
         )
 
-    config = Llama3Model.Config(
+    config = (Qwen3Model if m.qk_norm else Llama3Model).Config(
         dim=m.hidden_size,
         vocab_size=m.vocab_size,
         enable_weight_tying=m.tie_embeddings,
         tok_embeddings=Embedding.Config(num_embeddings=m.vocab_size, embedding_dim=m.hidden_size, param_init=embedding),
-        norm=norm(),
+        norm=norm(m.hidden_size),
         lm_head=Linear.Config(in_features=m.hidden_size, out_features=m.vocab_size, param_init=head),
         layers=[block(i) for i in range(m.num_layers)],
     )
     return ModelSpec(
-        name="llama3",
+        name="qwen3" if m.qk_norm else "llama3",
         flavor=m.name,
         model=config,
-        parallelize_fn=parallelize_llama,
+        parallelize_fn=parallelize_qwen3 if m.qk_norm else parallelize_llama,
         pipelining_fn=pipeline_llm,
         post_optimizer_build_fn=None,
-        state_dict_adapter=Llama3StateDictAdapter,
+        state_dict_adapter=Qwen3StateDictAdapter if m.qk_norm else Llama3StateDictAdapter,
     )
 
 
-def _rope(m: ModelShape, seq_length: int) -> ComplexRoPE.Config:
-    """Rotary positions as the shape has them; no scaling where it has none."""
+def _rope(m: ModelShape, seq_length: int) -> RoPE.Config:
+    """Rotary positions as the shape has them: pairs that lie side by side in Llama 3, halves in Qwen 3."""
     longest = max(m.max_position_embeddings, seq_length)
+    if m.qk_norm:
+        return CosSinRoPE.Config(dim=m.head_dim, max_seq_len=longest, theta=m.rope_theta)
     config = ComplexRoPE.Config(dim=m.head_dim, max_seq_len=longest, theta=m.rope_theta)
     if m.rope_scaling:
         config.scaling = "llama"

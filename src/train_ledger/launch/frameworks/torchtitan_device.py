@@ -27,6 +27,7 @@ def import_torchtitan() -> None:
     torch._utils._get_available_device_type = lambda: "cpu"
     try:
         import torchtitan.models.llama3
+        import torchtitan.models.qwen3
         import torchtitan.trainer  # noqa: F401
     finally:
         torch._utils._get_available_device_type = ask

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 from torchtitan.models.common.attention import FusedQKVLinear
-from torchtitan.models.llama3 import Llama3StateDictAdapter
+from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 
 from train_ledger.spec.model import ModelShape, canonical_tensors
 
@@ -27,6 +27,8 @@ _IN_LAYER = {
     "self_attn.q_proj.weight": "attention.qkv_linear.wqkv.weight",
     "self_attn.k_proj.weight": "attention.qkv_linear.wqkv.weight",
     "self_attn.v_proj.weight": "attention.qkv_linear.wqkv.weight",
+    "self_attn.q_norm.weight": "attention.q_norm.weight",
+    "self_attn.k_norm.weight": "attention.k_norm.weight",
     "self_attn.o_proj.weight": "attention.wo.weight",
     "post_attention_layernorm.weight": "ffn_norm.weight",
     "mlp.gate_proj.weight": "feed_forward.w1.weight",
@@ -64,7 +66,7 @@ def load(
     Raises:
         DataError: raised by `read`.
     """
-    adapter = Llama3StateDictAdapter(trainer.model_config, None)
+    adapter = trainer.config.model_spec.state_dict_adapter(trainer.model_config, None)
     degrees = trainer.parallel_dims
     for names in _groups(model):
         whole = _to_torchtitan(adapter, trainer, {name: read(name) for name in names})
@@ -84,7 +86,7 @@ def export(
     trainer: Any, model: ModelShape, parameters: Mapping[str, torch.nn.Parameter], coords: Mapping[str, int]
 ) -> Tensors:
     """The fp32 weights under canonical names, whole, on CPU: all of them on rank 0, nothing on the others."""
-    adapter = Llama3StateDictAdapter(trainer.model_config, None)
+    adapter = trainer.config.model_spec.state_dict_adapter(trainer.model_config, None)
     out: Tensors = {}
     for names in _groups(model):
         fqns = dict.fromkeys(torchtitan_name(name) for name in names)
@@ -106,13 +108,13 @@ def _groups(model: ModelShape) -> list[list[str]]:
     return [root, *layers.values()]
 
 
-def _to_torchtitan(adapter: Llama3StateDictAdapter, trainer: Any, tensors: Tensors) -> Tensors:
-    """Hugging Face's tensors as torchtitan's: rows of q and k in its interleaved RoPE order, then q, k and v fused.
+def _to_torchtitan(adapter: BaseStateDictAdapter, trainer: Any, tensors: Tensors) -> Tensors:
+    """Hugging Face's tensors as torchtitan's: rows of q and k in Llama 3's interleaved RoPE order, q, k and v fused.
 
     Sources: `models/llama3/state_dict_adapter.py:from_hf`,
     `models/common/attention.py:FusedQKVLinear._merge_qkv_on_load`.
     """
-    if adapter.model_config.enable_weight_tying:
+    if trainer.model_config.enable_weight_tying:
         # from_hf wants the embedding in every call then; a layer has no use for it.
         tensors.setdefault("model.embed_tokens.weight", torch.empty(0))
     out: Tensors = adapter.from_hf(tensors)
@@ -121,7 +123,7 @@ def _to_torchtitan(adapter: Llama3StateDictAdapter, trainer: Any, tensors: Tenso
     return {name: value for name, value in out.items() if value.numel()}
 
 
-def _to_canonical(adapter: Llama3StateDictAdapter, trainer: Any, tensors: Tensors) -> Tensors:
+def _to_canonical(adapter: BaseStateDictAdapter, trainer: Any, tensors: Tensors) -> Tensors:
     """The inverse of `_to_torchtitan`."""
     for name in [n for n in tensors if n.endswith("wqkv.weight")]:
         FusedQKVLinear._split_qkv_on_save(_qkv_module(trainer), tensors, name.removesuffix("wqkv.weight"), None)

@@ -102,10 +102,15 @@ def _containers(run: Run, layout: Layout) -> Iterator[Container]:
         rule = "torch/distributed/fsdp/_fully_shard/_fsdp_param.py:FSDPParam.reset_sharded_param"
         yield container("tied_param_copy", "framework", "float32", sum(copies), 0, rule, Counter(copies))
 
-    cache = run.seq_length * (run.model.head_dim // 2)
-    rule = "torchtitan/models/common/rope.py:ComplexRoPE._precompute_cache"
-    layers = run.model.num_layers
-    yield container("rope_cache", "model", "complex64", layers * cache, 0, rule, {cache: layers})
+    # Llama 3 keeps a complex number for a pair of channels, Qwen 3 cosine and sine for every channel.
+    width, dtype, kind = (
+        (2 * run.model.head_dim, "float32", "CosSinRoPE")
+        if run.model.qk_norm
+        else (run.model.head_dim // 2, "complex64", "ComplexRoPE")
+    )
+    cache, layers = run.seq_length * width, run.model.num_layers
+    rule = f"torchtitan/models/common/rope.py:{kind}._precompute_cache"
+    yield container("rope_cache", "model", dtype, layers * cache, 0, rule, {cache: layers})
 
     # trainer.py:batch_generator holds the last micro-batch until it is asked for the next: inputs and positions where
     # they

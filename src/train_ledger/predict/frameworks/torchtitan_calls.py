@@ -43,7 +43,8 @@ def collectives(run: Run, layout: Layout, step: str) -> Iterator[Collective]:
         yield from _gathers(run, layout, kind)
     yield from _reductions(run, layout)
     if p.tensor_parallel > 1:
-        yield from _activations(run, layout)
+        yield from _activations(run)
+        yield from _norm_gradients(run)
         yield from _loss(run)
     yield from _gradient_norm(run, layout)
     if kind.logs and p.data_parallel > 1:
@@ -145,7 +146,7 @@ def reduced_parts(run: Run, unit: Unit) -> list[list[int]]:
 # --- tensor parallel -------------------------------------------------------------------------------------------------
 
 
-def _activations(run: Run, layout: Layout) -> Iterator[Collective]:
+def _activations(run: Run) -> Iterator[Collective]:
     """Activations between tensor-parallel regions (models/llama3/sharding.py): B·S·d elements, whole on every rank in
     a region.
 
@@ -180,7 +181,6 @@ def _activations(run: Run, layout: Layout) -> Iterator[Collective]:
             yield call("all_gather", again, "backward", "recompute")
             if not saved:
                 yield call("reduce_scatter", again, "backward", "recompute")
-        yield from _norm_gradients(run, layout)
         return
     yield call("all_reduce", ends, "forward")
     yield call("all_reduce", ends, "backward")
@@ -188,22 +188,26 @@ def _activations(run: Run, layout: Layout) -> Iterator[Collective]:
         yield call("all_reduce", again, "backward", "recompute")
 
 
-def _norm_gradients(run: Run, layout: Layout) -> Iterator[Collective]:
-    """With sequence parallelism a norm sees a part of the sequence: its gradient is summed over the ranks before FSDP
-    takes it.
+def _norm_gradients(run: Run) -> Iterator[Collective]:
+    """A norm that sees a part of its input has a part of its gradient, which is summed before FSDP takes it.
 
-    In the type it was computed in (`_fsdp_param.py:FSDPParam._get_grad_inner_tensor`).
+    With sequence parallelism every norm sees a part of the sequence; those of queries and keys always see their rank's
+    heads (models/qwen3/sharding.py). In the type that it was computed in.
     """
-    norms = 2 * run.model.num_layers + 1
-    yield _all_reduce(
-        "tp",
-        run.settings["mixed_precision_param"],
-        run.model.hidden_size,
-        norms * run.num_micro_batches,
-        "norm gradient",
-        "backward",
-        "torch/distributed/fsdp/_fully_shard/_fsdp_param.py:FSDPParam._get_grad_inner_tensor",
-    )
+    m = run.model
+    widths = [(m.hidden_size, 2 * m.num_layers + 1)] if run.parallel.sequence_parallel else []
+    if m.qk_norm:
+        widths.append((m.head_dim, 2 * m.num_layers))
+    for width, norms in widths:
+        yield _all_reduce(
+            "tp",
+            run.settings["mixed_precision_param"],
+            width,
+            norms * run.num_micro_batches,
+            "norm gradient",
+            "backward",
+            "torch/distributed/fsdp/_fully_shard/_fsdp_param.py:FSDPParam._get_grad_inner_tensor",
+        )
 
 
 def _loss(run: Run) -> Iterator[Collective]:

@@ -25,7 +25,7 @@ def _refuse(run: Run, key: str, why: str) -> None:
 
 
 def _check_model(run: Run) -> None:
-    """`models/llama3/model.py` and `models/common` express one family: RMSNorm, RoPE, SwiGLU, no biases."""
+    """`models/llama3` and `models/qwen3` express one family: RMSNorm, RoPE, SwiGLU, no biases."""
     m = run.model
     lacking = (
         ("position_embedding", m.position_embedding != "rope", f"positions of kind {m.position_embedding!r}"),
@@ -35,12 +35,16 @@ def _check_model(run: Run) -> None:
         ("qkv_bias", m.qkv_bias, "biases of query, key and value"),
         ("attention_output_bias", m.attention_output_bias, "a bias of the attention's output"),
         ("mlp_bias", m.mlp_bias, "biases of the MLP"),
-        ("qk_norm", m.qk_norm, "norms of query and key"),
     )
     for key, lacks, what in lacking:
         if lacks:
-            _refuse(run, f"model.{key}", f"torchtitan's Llama 3 does not have {what}")
+            _refuse(run, f"model.{key}", f"torchtitan's Llama 3 and Qwen 3 do not have {what}")
     scaling = m.rope_scaling
+    if scaling and m.qk_norm:
+        # models/common/rope.py:CosSinRoPE
+        _refuse(
+            run, "model.rope_scaling", "Cos/sin RoPE does not support Llama scaling (norms of query and key: Qwen 3)"
+        )
     if scaling:
         kind = scaling.get("rope_type", scaling.get("type"))
         if kind != "llama3":

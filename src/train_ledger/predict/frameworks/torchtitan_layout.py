@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from train_ledger.spec.groups import Group, groups_along
 from train_ledger.spec.run import Run
 
-#: num_layers, hidden_size, query_size, kv_size, ffn_hidden_size, vocab_size, tie_embeddings
-_Sizes = tuple[int, int, int, int, int, int, bool]
+#: num_layers, hidden_size, query_size, kv_size, ffn_hidden_size, vocab_size, tie_embeddings, head_dim if qk_norm else 0
+_Sizes = tuple[int, int, int, int, int, int, bool, int]
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,17 @@ def layout(run: Run, rank: int) -> Layout:
 
 def _sizes(run: Run) -> _Sizes:
     m = run.model
-    return (m.num_layers, m.hidden_size, m.query_size, m.kv_size, m.ffn_hidden_size, m.vocab_size, m.tie_embeddings)
+    normed = m.head_dim if m.qk_norm else 0
+    return (
+        m.num_layers,
+        m.hidden_size,
+        m.query_size,
+        m.kv_size,
+        m.ffn_hidden_size,
+        m.vocab_size,
+        m.tie_embeddings,
+        normed,
+    )
 
 
 def _degrees(run: Run, rank: int) -> tuple[int, int, int, int]:
@@ -143,7 +153,7 @@ def _degrees(run: Run, rank: int) -> tuple[int, int, int, int]:
 
 @functools.lru_cache(maxsize=4096)
 def _layout(sizes: _Sizes, tensor_parallel: int, shards: int, tp: int, shard: int, twins: bool) -> Layout:
-    layers, hidden, query, kv, ffn, vocab, tied = sizes
+    layers, hidden, query, kv, ffn, vocab, tied, normed = sizes
     embedding = Parameter("tok_embeddings.weight", (vocab, hidden), 0)
     norm = Parameter("norm.weight", (hidden,), None)
     head = Parameter("lm_head.weight", (vocab, hidden), 0)
@@ -155,6 +165,7 @@ def _layout(sizes: _Sizes, tensor_parallel: int, shards: int, tp: int, shard: in
         Parameter("feed_forward.w3.weight", (ffn, hidden), 0),
         Parameter("attention_norm.weight", (hidden,), None),
         Parameter("ffn_norm.weight", (hidden,), None),
+        *(Parameter(f"attention.{which}_norm.weight", (normed,), None) for which in "qk" if normed),
     )
 
     def cut(*parameters: Parameter) -> tuple[Shard, ...]:
@@ -190,6 +201,6 @@ def layout_class(run: Run, rank: int) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=65536)
 def _layout_class(sizes: _Sizes, tensor_parallel: int, shards: int, tp: int, shard: int) -> tuple[int, ...]:
-    _, hidden, query, kv, ffn, vocab, _ = sizes
+    _, hidden, query, kv, ffn, vocab, _, normed = sizes
     rows = [_chunk(n, tensor_parallel, tp) for n in (query + 2 * kv, ffn, vocab)]
-    return (*rows, *(_chunk(n, shards, shard) for n in (*rows, hidden)), _chunk(query, tensor_parallel, tp))
+    return (*rows, *(_chunk(n, shards, shard) for n in (*rows, hidden, normed)), _chunk(query, tensor_parallel, tp))
