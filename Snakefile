@@ -44,4 +44,4 @@ rule all:
 
 
 onerror:
-    failures()
+    failures(log)

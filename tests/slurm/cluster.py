@@ -38,10 +38,10 @@ def why_not() -> str | None:
 
 
 class Cluster:
-    """The daemons and their files, under one folder."""
+    """The daemons and their files. Hosts `n1` and `n2` have GPUs; `c1`, in partition `cpu`, has none."""
 
-    def __init__(self, root: Path, hosts: int = 2, *, cpus: int = 64, memory_mb: int = 500_000) -> None:
-        self.root, self.hosts, self.cpus, self.memory_mb = root, [f"n{i + 1}" for i in range(hosts)], cpus, memory_mb
+    def __init__(self, root: Path) -> None:
+        self.root, self.hosts = root, ["n1", "n2", "c1"]
         self.completions = root / "log" / "completed.txt"
         self.host = socket.gethostname().split(".")[0]
 
@@ -57,7 +57,9 @@ class Cluster:
             os.mknod(self.root / f"dev/nvidia{i}", 0o666 | stat.S_IFCHR, os.makedev(1, 3))
         self.completions.touch()
         (self.root / "etc/slurm.conf").write_text(self.configuration())
-        (self.root / "etc/gres.conf").write_text(f"Name=gpu File={self.root}/dev/nvidia[0-{GPUS - 1}]\n")
+        (self.root / "etc/gres.conf").write_text(
+            f"NodeName=n[1-2] Name=gpu File={self.root}/dev/nvidia[0-{GPUS - 1}]\n"
+        )
         SYSTEM.mkdir(exist_ok=True)
         for name in ("slurm.conf", "gres.conf"):
             (SYSTEM / name).unlink(missing_ok=True)
@@ -74,15 +76,16 @@ class Cluster:
         """slurm.conf."""
         ports = free_ports(len(self.hosts) + 1)
         nodes = "".join(
-            f"NodeName={host} NodeHostname={self.host} NodeAddr=127.0.0.1 Port={port} CPUs={self.cpus} "
-            f"RealMemory={self.memory_mb} Gres=gpu:{GPUS} State=UNKNOWN\n"
+            f"NodeName={host} NodeHostname={self.host} NodeAddr=127.0.0.1 Port={port} CPUs=64 RealMemory=500000 "
+            f"{f'Gres=gpu:{GPUS} ' if host != 'c1' else ''}State=UNKNOWN\n"
             for host, port in zip(self.hosts, ports[1:], strict=True)
         )
         r = self.root
         return (
             f"ClusterName=test\nSlurmctldHost={self.host}(127.0.0.1)\nSlurmctldPort={ports[0]}\n"
             "SlurmUser=root\nSlurmdUser=root\nAuthType=auth/munge\nCredType=cred/munge\n"
-            f"AuthInfo=socket={r}/run/munge.socket\nStateSaveLocation={r}/state/controller\nSlurmdSpoolDir={r}/state/%n\n"
+            # A job that lost its host waits until its old credential has expired, two minutes unless told otherwise.
+            f"AuthInfo=socket={r}/run/munge.socket,cred_expire=10\nStateSaveLocation={r}/state/controller\nSlurmdSpoolDir={r}/state/%n\n"
             f"SlurmctldPidFile={r}/run/slurmctld.pid\nSlurmdPidFile={r}/run/slurmd-%n.pid\n"
             f"SlurmctldLogFile={r}/log/slurmctld.log\nSlurmdLogFile={r}/log/slurmd-%n.log\n"
             "ProctrackType=proctrack/linuxproc\nTaskPlugin=task/none\nSwitchType=switch/none\nMpiDefault=none\n"
@@ -94,36 +97,24 @@ class Cluster:
             "AccountingStorageType=accounting_storage/none\nJobAcctGatherType=jobacct_gather/linux\n"
             "JobAcctGatherFrequency=task=1\nJobAcctGatherParams=OverMemoryKill\n"
             f"JobCompType=jobcomp/filetxt\nJobCompLoc={self.completions}\n{nodes}"
-            "PartitionName=gpu Nodes=ALL Default=YES MaxTime=2-00:00:00 State=UP\n"
+            "PartitionName=gpu Nodes=n1,n2 Default=YES MaxTime=2-00:00:00 State=UP\n"
+            "PartitionName=cpu Nodes=c1 MaxTime=2-00:00:00 State=UP\n"
         )
 
     def start_host(self, host: str) -> None:
         """Starts a host's slurmd."""
         sh("slurmd", "-N", host)
 
-    def kill_host(self, host: str) -> None:
-        """SIGKILL to a host's slurmd and to everything that runs on the host: a power failure."""
+    def kill_host(self, job: str) -> str:
+        """The host of a job loses its power: SIGKILL to its slurmd and to the job. Returns the host."""
+        host = sh("squeue", "--noheader", "--job", job, "--format", "%N").strip()
         pid = self.pid(f"slurmd-{host}")
-        for step in self.step_daemons(host):
-            for victim in [step, *descendants(step)]:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(victim, signal.SIGKILL)
-        if pid:
+        steps = [p for p, words in processes().items() if words and words[0].startswith(f"slurmstepd: [{job}.")]
+        for victim in [pid, *steps, *(d for s in steps for d in descendants(s))]:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-
-    def step_daemons(self, host: str) -> list[int]:
-        """The slurmstepd processes of a host: those that keep their socket in its spool folder."""
-        jobs = [p.name.split("_", 1)[1] for p in (self.root / "state" / host).glob(f"{host}_*")]
-        found = []
-        for pid, words in processes().items():
-            if (
-                words
-                and words[0].startswith("slurmstepd: [")
-                and any(words[0].startswith(f"slurmstepd: [{j}") for j in jobs)
-            ):
-                found.append(pid)
-        return found
+                if victim:
+                    os.kill(victim, signal.SIGKILL)
+        return host
 
     def pid(self, name: str) -> int | None:
         """Process id of a daemon."""

@@ -70,7 +70,7 @@ def start():
         return
     try:
         if plugin.name == "slurm":
-            slurm.configure(workflow.executor_settings, SITE.reservation)
+            slurm.configure(workflow.executor_settings, SITE.account, SITE.reservation)
             # A job may meet a bad host or ask for too little; a stage on this machine fails alike again.
             for name in ("launch", "launch_hosts"):
                 workflow.get_rule(name).restart_times = 1
@@ -79,13 +79,15 @@ def start():
         sys.exit(f"train-ledger: {e}")
 
 
-def failures():
+def failures(snakemake_logs):
     """What each failed job of this workflow said, once more, as the last thing that is seen."""
     for log in sorted(Path("logs").glob(f"{COMPARISON}/**/*.log")):
         if log.stat().st_mtime >= STARTED:
             for line in log.read_text(encoding="utf-8", errors="replace").splitlines():
                 if line.startswith("train-ledger "):
                     print(line, file=sys.stderr)
+    if workflow.executor_plugin and workflow.executor_plugin.name == "slurm":
+        slurm.say_why(STARTED, snakemake_logs)
 
 
 def launch_input(wildcards):
