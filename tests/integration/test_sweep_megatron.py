@@ -20,7 +20,7 @@ from train_ledger.predict.distinct import rank_classes
 from train_ledger.reconcile.core import group_ranks, predicted_rank, reconcile_collectives, reconcile_resident
 from train_ledger.reconcile.layout import reconcile_layout
 from train_ledger.reconcile.rows import CLEAN
-from train_ledger.spec.config import load_run
+from train_ledger.spec.config import load_model, load_run
 from train_ledger.spec.run import Run
 
 DATA = Path(__file__).parents[1] / "data"
@@ -46,9 +46,9 @@ def resolved(entry: dict[str, Any], folder: Path) -> Run:
     return load_run(file, overrides={"probe": {"lifeline_weight": ""}})
 
 
-def differences(run: Run, folder: Path) -> list[str]:
-    """Launches one rank of each kind, and the last rank; every row that is not exact, as text."""
-    ranks = sorted({*(same[0] for same in rank_classes(run)), run.world_size - 1})
+def differences(run: Run, folder: Path, ranks: list[int] | None = None) -> list[str]:
+    """Launches ranks, by default one of each kind and the last; every row that is not exact, as text."""
+    ranks = ranks or sorted({*(same[0] for same in rank_classes(run)), run.world_size - 1})
     launch(run, folder, ranks=ranks)
     out = []
     for rank in ranks:
@@ -89,6 +89,33 @@ def test_exact(entry: dict[str, Any], tmp_path: Path) -> None:
 def test_exact_everywhere(entry: dict[str, Any], tmp_path: Path) -> None:
     """The whole table."""
     assert differences(resolved(entry, tmp_path), tmp_path / "out") == []
+
+
+@pytest.mark.sweep
+def test_width_of_405b_on_16384_ranks(tmp_path: Path) -> None:
+    """Tensor 8 x pipeline 128 x data 16 at the width of Llama 3.1 405B, one layer a stage: first, middle and last
+    stage.
+
+    16,384 ranks make some 45,000 process groups, all real; each rank takes up to 7 GiB.
+    """
+    model = load_model("llama3-405b", DATA.parents[1] / "config").to_dict()
+    entry = {
+        "name": "megatron-405b-width",
+        "model": {**model, "num_layers": 128, "seq_length": 16, "max_position_embeddings": 16},
+        "run": {
+            "framework": "megatron",
+            "world_size": 16384,
+            "global_batch": 32,
+            "parallel": {
+                "tensor_parallel": 8,
+                "sequence_parallel": True,
+                "pipeline_parallel": 128,
+                "data_parallel": 16,
+            },
+        },
+    }
+    del entry["model"]["name"]
+    assert differences(resolved(entry, tmp_path), tmp_path / "out", [0, 64 * 128, 16383]) == []
 
 
 def test_the_table_is_what_the_generator_makes() -> None:
