@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 SEED, COUNT = 20261129, 56
+LARGE = (64, 257, 1000)
 #: Types that gradients can be kept in, by stage; what is missing is refused (predict/frameworks/deepspeed.py:check).
 GRADIENTS = {0: ["bf16"], 1: ["bf16", "fp32"], 2: ["bf16", "fp16", "fp32"], 3: ["bf16", "fp16", "fp32"]}
 
@@ -71,27 +72,30 @@ def settings(draw: random.Random) -> dict[str, Any]:
 
 
 def configurations(seed: int = SEED, count: int = COUNT) -> list[dict[str, Any]]:
-    """The table: what `tests/integration/test_sweep_deepspeed.py` runs."""
+    """The table of `tests/integration/test_sweep_deepspeed.py`: worlds of up to eight ranks, then larger ones."""
     draw = random.Random(seed)
-    out = []
-    for number in range(count):
-        world, micro, accumulation = draw.randint(1, 8), draw.choice([1, 1, 2]), draw.randint(1, 4)
-        out.append(
-            {
-                "name": f"deepspeed-{number:02d}",
-                "model": model(draw),
-                "run": {
-                    "framework": "deepspeed",
-                    "world_size": world,
-                    "micro_batch": micro,
-                    "global_batch": micro * world * accumulation,
-                    "parallel": {"data_parallel": world},
-                    "optimizer": {"clip_grad": draw.choice([1.0, 1.0, 0.0]), "decay_norms": draw.random() < 0.7},
-                    "deepspeed": settings(draw),
-                },
-            }
-        )
-    return out
+    return [
+        entry(draw, number, draw.randint(1, 8) if number < count else LARGE[number - count])
+        for number in range(count + len(LARGE))
+    ]
+
+
+def entry(draw: random.Random, number: int, world_size: int) -> dict[str, Any]:
+    """One configuration."""
+    micro, accumulation = draw.choice([1, 1, 2]), draw.randint(1, 4)
+    return {
+        "name": f"deepspeed-{number:02d}",
+        "model": model(draw),
+        "run": {
+            "framework": "deepspeed",
+            "world_size": world_size,
+            "micro_batch": micro,
+            "global_batch": micro * world_size * accumulation,
+            "parallel": {"data_parallel": world_size},
+            "optimizer": {"clip_grad": draw.choice([1.0, 1.0, 0.0]), "decay_norms": draw.random() < 0.7},
+            "deepspeed": settings(draw),
+        },
+    }
 
 
 if __name__ == "__main__":

@@ -99,7 +99,7 @@ def test_the_table_is_what_the_generator_makes() -> None:
     assert len({json.dumps([e["model"], e["run"]], sort_keys=True) for e in TABLE}) == len(TABLE) >= 40
     settings = [e["run"]["deepspeed"] for e in TABLE]
     assert {s["zero_optimization"]["stage"] for s in settings} == {0, 1, 2, 3}
-    assert {e["run"]["world_size"] for e in TABLE} == set(range(1, 9))
+    assert {e["run"]["world_size"] for e in TABLE} > set(range(1, 9))
     accumulation = {e["run"]["global_batch"] // e["run"]["micro_batch"] // e["run"]["world_size"] for e in TABLE}
     assert accumulation == {1, 2, 3, 4}
     for key in ("overlap_comm", "contiguous_gradients", "reduce_scatter"):
