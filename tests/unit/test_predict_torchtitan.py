@@ -14,6 +14,7 @@ import pytest
 from train_ledger.predict import predict
 from train_ledger.predict.distinct import rank_classes
 from train_ledger.predict.frameworks import torchtitan
+from train_ledger.predict.frameworks.torchtitan_dtensor import LINKS, choice
 from train_ledger.spec.config import load_model, load_run
 from train_ledger.spec.errors import ConfigError
 from train_ledger.spec.run import Parallel, Run
@@ -230,14 +231,45 @@ def test_refused(paper: Run, changes: dict[str, dict[str, Any]], key: str, why: 
     assert why in refusal.value.message
 
 
-def test_without_sequence_parallel(paper: Run) -> None:
-    """spmd_types sums activations both ways; what DTensor does instead is refused by name."""
-    run = replace(paper, parallel=replace(paper.parallel, sequence_parallel=False))
-    found = Counter[str]()
+def activations(run: Run) -> Counter[str]:
+    """Calls on the tensor-parallel group beside loss and norms, by operation and component."""
+    out: Counter[str] = Counter()
     for call in predict(run, [0]).ranks[0].collectives:
-        if call.group == "tp" and call.component in ("activation", "recompute", "norm gradient"):
-            found[f"{call.op} {call.component}"] += call.count
+        if call.group == "tp" and call.component in ("activation", "recompute", "weight", "weight gradient"):
+            out[f"{call.op} {call.component}"] += call.count
+    return out
+
+
+def test_without_sequence_parallel(paper: Run) -> None:
+    """spmd_types sums activations both ways."""
+    run = replace(paper, parallel=replace(paper.parallel, sequence_parallel=False))
     layers = paper.model.num_layers
-    assert found == {"all_reduce activation": 2 * (2 * layers + 1), "all_reduce recompute": 2 * layers}
-    with pytest.raises(ConfigError, match="DTensor"):
-        torchtitan.check(replace(run, settings={**run.settings, "spmd_backend": "partial_dtensor"}))
+    assert activations(run) == {"all_reduce activation": 2 * (2 * layers + 1), "all_reduce recompute": 2 * layers}
+
+
+def test_dtensor_decides_by_cost(paper: Run) -> None:
+    """At the paper's size the weights are gathered in the backward, and w2's activation is not: the gradient is
+    summed.
+    """
+    run = replace(
+        paper,
+        parallel=replace(paper.parallel, sequence_parallel=False),
+        settings={**paper.settings, "spmd_backend": "partial_dtensor", "activation_checkpoint": "none"},
+    )
+    layers = paper.model.num_layers
+    assert activations(run) == {
+        "all_reduce activation": (2 * layers + 1) + 1 + layers,
+        "all_gather activation": layers,
+        "all_gather weight": 2 * layers,
+        "reduce_scatter activation": 3 * layers,
+        "reduce_scatter weight gradient": layers,
+    }
+    small, large = 1000, 10**9
+    for link in LINKS:
+        assert choice(small, small, 2, link) == "gather"
+        assert choice(large, large, 2, link) == "gather"
+        assert choice(large, 4 * large, 2, link) == "sum"
+        assert choice(large, 4 * large, 8, link) == "exchange"
+    eight = replace(run, world_size=32, parallel=replace(run.parallel, tensor_parallel=8))
+    with pytest.raises(ConfigError, match="exchanges shards"):
+        torchtitan.check(eight)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from train_ledger.spec.ledger import Collective
 from train_ledger.spec.run import Run
 
+from . import torchtitan_dtensor
 from .torchtitan_layout import Layout, Unit, shard_axis
 
 _GROUP = "torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py"
@@ -183,7 +184,10 @@ def _activations(run: Run) -> Iterator[Collective]:
                 yield call("reduce_scatter", again, "backward", "recompute")
         return
     yield call("all_reduce", ends, "forward")
-    yield call("all_reduce", ends, "backward")
+    if s["spmd_backend"] == "spmd_types":
+        yield call("all_reduce", ends, "backward")
+    else:
+        yield from torchtitan_dtensor.backward(run)
     if again:
         yield call("all_reduce", again, "backward", "recompute")
 
@@ -191,11 +195,13 @@ def _activations(run: Run) -> Iterator[Collective]:
 def _norm_gradients(run: Run) -> Iterator[Collective]:
     """A norm that sees a part of its input has a part of its gradient, which is summed before FSDP takes it.
 
-    With sequence parallelism every norm sees a part of the sequence; those of queries and keys always see their rank's
-    heads (models/qwen3/sharding.py). In the type that it was computed in.
+    With sequence parallelism every norm sees a part of the sequence; without, its output's gradient is a pending sum in
+    DTensors. Norms of queries and keys always see their rank's heads (models/qwen3/sharding.py). In the type that it
+    was computed in.
     """
     m = run.model
-    widths = [(m.hidden_size, 2 * m.num_layers + 1)] if run.parallel.sequence_parallel else []
+    pending = run.parallel.sequence_parallel or run.settings["spmd_backend"] != "spmd_types"
+    widths = [(m.hidden_size, 2 * m.num_layers + 1)] if pending else []
     if m.qk_norm:
         widths.append((m.head_dim, 2 * m.num_layers))
     for width, norms in widths:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from train_ledger.spec.errors import ConfigError
 from train_ledger.spec.run import Run
 
+from . import torchtitan_dtensor
+
 _SCALING_KEYS = ("factor", "high_freq_factor", "low_freq_factor", "original_max_position_embeddings")
 
 
@@ -88,15 +90,6 @@ def _check_tensor_parallel(run: Run) -> None:
         )
     if tp == 1:
         return
-    if not p.sequence_parallel and run.settings["spmd_backend"] != "spmd_types":
-        # Gradients stay partial sums down the residual stream. At each row-parallel weight DTensor weighs summing them
-        # against gathering activation and weight (distributed/tensor/_collective_utils.py:redistribute_cost).
-        _refuse(
-            run,
-            "parallel.sequence_parallel",
-            f"without sequence parallelism is not modelled for {run.settings['spmd_backend']}: what "
-            "DTensor sends in the backward depends on its estimate of the machine's links; spmd_types is modelled",
-        )
     # models/common/decoder.py:Decoder.Config.update_from_config
     for name, heads in (("n_heads", m.num_attention_heads), ("n_kv_heads", m.num_query_groups)):
         if heads % tp:
@@ -115,6 +108,8 @@ def _check_tensor_parallel(run: Run) -> None:
             "parallel.tensor_parallel",
             f"_LossParallelCrossEntropy does not support empty vocab shards: {m.vocab_size} over {tp}",
         )
+    if not p.sequence_parallel and run.settings["spmd_backend"] != "spmd_types":
+        torchtitan_dtensor.check(run)
 
 
 def _check_loss(run: Run) -> None:
