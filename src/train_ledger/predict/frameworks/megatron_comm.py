@@ -201,9 +201,9 @@ def _pipeline(plan: Plan, held: tuple[Chunk, ...], stage: int) -> Iterator[Colle
     if plan.vp > 1 and plan.pp == 2:
         sending, receiving = ("pp", "world") if stage == 0 else ("world", "pp")
     rule, size = (single if plan.vp > 1 else batched), plan.boundary
-    for count in (onward, back):
-        yield Collective("send", sending, BF16, size, 0, count, "pipeline", "step", rule)
-        yield Collective("recv", receiving, BF16, 0, size, count, "pipeline", "step", rule)
+    for count, send_phase, recv_phase in ((onward, "forward", "backward"), (back, "backward", "forward")):
+        yield Collective("send", sending, BF16, size, 0, count, "pipeline", send_phase, rule)
+        yield Collective("recv", receiving, BF16, 0, size, count, "pipeline", recv_phase, rule)
 
 
 def _finalize(plan: Plan, held: tuple[Chunk, ...], stage: int) -> Iterator[Collective]:
