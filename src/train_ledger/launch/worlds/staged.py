@@ -66,8 +66,10 @@ class _Pending(dist._Work):
 
 
 def _empty_host(like: torch.Tensor, shape: Sequence[int] | None = None) -> torch.Tensor:
-    # Pinned memory makes the copies several times faster; without CUDA there is nothing to pin for.
-    return torch.empty(like.shape if shape is None else shape, dtype=like.dtype, pin_memory=like.is_cuda)
+    # Pinned memory makes the copies several times faster; without CUDA there is nothing to pin for. The operator itself
+    # is called: inside deepspeed.zero.Init torch.empty makes bf16 tensors on the GPU (partition_parameters.py).
+    shape = like.shape if shape is None else shape
+    return torch.ops.aten.empty.memory_format(shape, dtype=like.dtype, device="cpu", pin_memory=like.is_cuda)
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
