@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from train_ledger.spec.errors import LedgerError
+from train_ledger.spec.errors import DataError, LedgerError
 
 from . import slurm, twins
 from .aside import set_aside
@@ -92,8 +92,11 @@ def _wait_for(folder: Path) -> None:
 
 def _lock(executor: str) -> dict[str, Any] | None:
     """Takes the lock. Returns what a workflow that died here without a farewell had written into it, or None."""
-    LOCK.parent.mkdir(exist_ok=True)
-    file = open(LOCK, "a+", encoding="utf-8")  # noqa: SIM115
+    try:
+        LOCK.parent.mkdir(exist_ok=True)
+        file = open(LOCK, "a+b", buffering=0)  # noqa: SIM115
+    except OSError as e:
+        raise DataError(f"cannot be written: {e.strerror or e}", file=LOCK) from e
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -108,11 +111,12 @@ def _lock(executor: str) -> dict[str, Any] | None:
         _held.append(file)
         return None
     before = _read(file)
-    file.truncate(0)
-    file.write(
-        json.dumps({"pid": os.getpid(), "host": os.uname().nodename, "since": time.time(), "executor": executor})
-    )
-    file.flush()
+    record = {"pid": os.getpid(), "host": os.uname().nodename, "since": time.time(), "executor": executor}
+    try:
+        file.truncate(0)
+        file.write(json.dumps(record).encode())
+    except OSError as e:
+        raise DataError(f"cannot be written: {e.strerror or e}", file=LOCK) from e
     _held.append(file)
     atexit.register(_farewell, file)
     return before

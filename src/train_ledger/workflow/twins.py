@@ -52,7 +52,7 @@ def alone(launch_dir: Path, config_sha256: str, env: str) -> Iterator[bool]:
     lock = launch_dir.parent / f".{launch_dir.name}.lock"
     try:
         launch_dir.mkdir(parents=True, exist_ok=True)
-        holder = open(lock, "a+", encoding="utf-8")  # noqa: SIM115
+        holder = open(lock, "a+b", buffering=0)  # noqa: SIM115 (unbuffered: closing must not fail on a full disk)
     except OSError as e:
         raise LaunchError(f"cannot be written: {e.strerror or e}", file=lock) from e
     with holder:
@@ -64,8 +64,7 @@ def alone(launch_dir: Path, config_sha256: str, env: str) -> Iterator[bool]:
             return
         with contextlib.suppress(OSError):
             holder.truncate(0)
-            holder.write(f"process {os.getpid()} on {os.uname().nodename}")
-            holder.flush()
+            holder.write(f"process {os.getpid()} on {os.uname().nodename}".encode())
         try:
             (launch_dir / "run.json").unlink(missing_ok=True)
             write_json(launch_dir / REQUEST, {**wanted, "slurm_job": os.environ.get("SLURM_JOB_ID")})
@@ -81,7 +80,7 @@ def _wait(holder: Any, launch_dir: Path) -> bool:
         return False
     except BlockingIOError:
         holder.seek(0)
-        who = holder.read().strip() or "another process"
+        who = holder.read().decode(errors="replace").strip() or "another process"
         print(f"{launch_dir.name}: waiting for the launch that {who} is doing", file=sys.stderr, flush=True)
     except OSError:
         return False  # no locks on this file system; the launcher's own claim on the folder still keeps files apart
