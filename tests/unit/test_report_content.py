@@ -7,6 +7,8 @@ import html
 import itertools
 import json
 import re
+import shutil
+import subprocess
 import time
 from html.parser import HTMLParser
 from pathlib import Path
@@ -123,11 +125,25 @@ def test_numbers_are_the_same_in_page_csv_and_latex(whole):
             assert f"{float(row['predicted']):,.3f}" in page.text
 
 
-def test_every_latex_table_is_well_formed(whole):
+def test_every_latex_table_is_well_formed(whole, tmp_path):
     files = sorted(whole[0].glob("tables/*.tex"))
     assert len(files) >= 10
     for file in files:
         check_latex(file.read_text(encoding="utf-8"))
+    if shutil.which("pdflatex"):  # TeX is too large to ask for; where it is at hand, it has the last word
+        compile_latex(files, tmp_path)
+
+
+def compile_latex(files: list[Path], folder: Path) -> None:
+    """All tables in one minimal document."""
+    packages = r"\usepackage[T1]{fontenc}\usepackage{array,booktabs,longtable,textcomp}"
+    inputs = "".join(rf"\input{{{f}}}" + "\n" for f in files)
+    document = rf"\documentclass{{article}}{packages}\begin{{document}}\tiny {inputs}\end{{document}}"
+    (folder / "tables.tex").write_text(document, encoding="utf-8")
+    command = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "tables.tex"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stdout[-2000:]
+    assert (folder / "tables.pdf").is_file()
 
 
 def check_latex(text: str) -> None:
@@ -139,19 +155,22 @@ def check_latex(text: str) -> None:
         assert depth >= 0
     assert depth == 0
     assert text.count(r"\begin{longtable}") == text.count(r"\end{longtable}") == 1
-    columns = re.search(r"\\begin\{longtable\}\{([lr]+)\}", text)
-    assert columns
+    first = next(line for line in text.splitlines() if line.startswith(r"\begin{longtable}"))
+    paragraph = r">\{\\raggedright\\arraybackslash\}p\{[0-9.]+\\linewidth\}"
+    align = re.fullmatch(rf"\\begin\{{longtable\}}\{{((?:l|r|{paragraph})+)\}}", first)
+    assert align
+    columns = re.sub(paragraph, "p", align[1])
     body = text[text.index(r"\endfoot") :]
     rows = [line for line in body.splitlines() if line.endswith(r"\\")]
     assert rows
     for line in rows:
-        assert len(re.findall(r"(?<!\\)&", line)) == len(columns[1]) - 1
+        assert len(re.findall(r"(?<!\\)&", line)) == len(columns) - 1
         assert not re.search(r"(?<!\\)[%#]", line)
     known = {
         *("begin", "end", "caption", "label", "toprule", "midrule", "bottomrule", "endfirsthead", "endhead", "endfoot"),
         *("textbf", "textbackslash", "textasciitilde", "textasciicircum", "textless", "textgreater", "textbar"),
         *("textquotedbl", "textquotesingle", "textasciigrave", "allowbreak", "ldots"),
-        *("times", "approx", "rightarrow", "frac", "cdot", "infty"),
+        *("raggedright", "arraybackslash", "linewidth", "times", "approx", "rightarrow", "frac", "cdot", "infty"),
     }
     assert set(re.findall(r"\\([a-zA-Z]+)", text)) <= known
 

@@ -150,8 +150,7 @@ def page_table(table: Table) -> Table:
     """The table as the page shows it: no column of causes where there are none; a very long ledger by kind of rank."""
     if table.name == "ledger" and len(table.rows) > MAX_LEDGER_ROWS:
         table = ledger_tables.merged_ledger(table)
-    columns = [c for c in table.columns if c.key != "cause" or any(row["cause"] for row in table.rows)]
-    return Table(table.name, table.caption, columns, table.rows)
+    return table.printed()
 
 
 def package_file(name: str) -> str:

@@ -37,6 +37,11 @@ class Table:
     columns: Sequence[Column]
     rows: Sequence[dict[str, Any]] = field(default_factory=tuple)
 
+    def printed(self) -> Table:
+        """The table as page and paper show it: without its column of causes where there are none."""
+        columns = [c for c in self.columns if c.key != "cause" or any(row["cause"] for row in self.rows)]
+        return Table(self.name, self.caption, columns, self.rows)
+
     def cells(self) -> list[list[str]]:
         """Rows as they are printed."""
         return [[show(c.kind, row.get(c.key)) for c in self.columns] for row in self.rows]
@@ -133,9 +138,20 @@ def latex(text: str) -> str:
     return "".join(out)
 
 
+def _align(column: Column, cells: Sequence[str]) -> str:
+    """Numbers right, short text left, long text in a paragraph as wide as it needs to be readable."""
+    longest = max((len(cell) for cell in cells), default=0)
+    if column.is_number:
+        return "r"
+    if longest <= 30:
+        return "l"
+    return rf">{{\raggedright\arraybackslash}}p{{{0.15 if longest <= 60 else 0.24}\linewidth}}"
+
+
 def to_latex(table: Table) -> str:
-    """The table as a booktabs `longtable`; needs the packages booktabs, longtable and textcomp."""
-    align = "".join("r" if c.is_number else "l" for c in table.columns)
+    """The table as a booktabs `longtable`; needs the packages array, booktabs, longtable and textcomp."""
+    table = table.printed()
+    align = "".join(_align(c, [row[i] for row in table.cells()]) for i, c in enumerate(table.columns))
     head = " & ".join(rf"\textbf{{{latex(c.label)}}}" for c in table.columns) + r" \\"
     lines = [
         rf"\begin{{longtable}}{{{align}}}",
