@@ -1,0 +1,119 @@
+"""Folders under reference/: `<set>/provenance.json` and, a comparison each, `<set>/<comparison>/<run>/`.
+
+A run's folder holds the files of its launch, rank files compressed, and `resolved.json`, the run that was launched.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from train_ledger.predict import predict
+from train_ledger.predict.device import DEVICES, on_device
+from train_ledger.reconcile.compare import Reconciliation, reconcile_files, write
+from train_ledger.reconcile.read import read_launch
+from train_ledger.reconcile.tidy import write_tidy
+from train_ledger.spec.errors import DataError
+from train_ledger.spec.io import check_name, read_json, write_json
+from train_ledger.spec.run import Run
+
+SCHEMA = "train-ledger/evidence/1"
+PROVENANCE = "provenance.json"
+RESOLVED = "resolved.json"
+
+
+def find_sets(root: str | Path) -> list[Path]:
+    """The sets below `root` (reference/), in order of their names."""
+    return sorted(p.parent for p in Path(root).glob(f"*/{PROVENANCE}"))
+
+
+def comparisons(set_dir: Path) -> list[str]:
+    """Names of the comparisons that a set holds.
+
+    Raises:
+        DataError: its provenance is missing or wrong.
+    """
+    read_json(set_dir / PROVENANCE, SCHEMA, "evidence")
+    return sorted(p.name for p in set_dir.iterdir() if p.is_dir())
+
+
+def pack(launch_dir: str | Path, run: Run, set_dir: str | Path, comparison: str) -> Path:
+    """Keeps a finished launch in a set. Equal files give equal bytes.
+
+    Args:
+        launch_dir: folder with run.json and the rank files; they are checked first.
+        run: the run that was launched.
+
+    Raises:
+        DataError: the launch is not whole, or not of this run.
+    """
+    launch_dir = Path(launch_dir)
+    launch = read_launch(launch_dir)
+    if launch.meta["config_sha256"] != run.sha256():
+        raise DataError("was launched with another configuration", file=launch_dir / "run.json", key="config_sha256")
+    target = Path(set_dir) / check_name(comparison) / check_name(run.name)
+    target.mkdir(parents=True, exist_ok=True)
+    write_json(target / RESOLVED, run.to_dict())
+    for entry in launch.meta["ranks"]:
+        content = (launch_dir / entry["file"]).read_bytes()
+        (target / f"{entry['file']}.gz").write_bytes(gzip.compress(content, 9, mtime=0))
+    shutil.copyfile(launch_dir / "run.json", target / "run.json")
+    return target
+
+
+def unpack(set_dir: str | Path, comparison: str, results_dir: str | Path) -> Reconciliation:
+    """Makes a results folder of a kept comparison: launch/, today's predict/, probe/ and reconcile/.
+
+    Raises:
+        DataError: a file is missing, damaged, or not what run.json hashed.
+    """
+    results = Path(results_dir)
+    predicted, tidy = [], []
+    for kept in sorted(p for p in (Path(set_dir) / comparison).iterdir() if p.is_dir()):
+        run = _resolved(kept / RESOLVED)
+        launch_dir = results / "launch" / run.name
+        _expand(kept, launch_dir)
+        launch = read_launch(launch_dir)
+        predicted.append(results / "predict" / f"{run.name}.json")
+        write_json(predicted[-1], _prediction(run, [r["rank"] for r in launch.ranks], launch.ranks[0]["device"]))
+        tidy.append(results / "probe" / f"{run.name}.parquet")
+        write_tidy(launch, tidy[-1])
+    if not tidy:
+        raise DataError("holds no run", file=Path(set_dir) / comparison)
+    found = reconcile_files(predicted, tidy)
+    write(found, results / "reconcile")
+    return found
+
+
+def _expand(kept: Path, launch_dir: Path) -> None:
+    launch_dir.mkdir(parents=True, exist_ok=True)
+    try:
+        for file in kept.glob("rank*.json.gz"):
+            (launch_dir / file.stem).write_bytes(gzip.decompress(file.read_bytes()))
+        shutil.copyfile(kept / "run.json", launch_dir / "run.json")
+    except (OSError, EOFError) as e:
+        raise DataError(f"cannot be unpacked: {e}", file=kept) from e
+
+
+def _resolved(file: Path) -> Run:
+    try:
+        return Run.from_dict(json.loads(file.read_text(encoding="utf-8")), source=str(file))
+    except (OSError, ValueError, TypeError, KeyError) as e:
+        raise DataError(f"is not a resolved run: {type(e).__name__}: {e}", file=file) from e
+
+
+def _prediction(run: Run, ranks: list[int], measured_on: dict[str, Any]) -> dict[str, Any]:
+    """Today's prediction of those ranks, and of what their GPU's allocator reads beside the containers."""
+    out = predict(run, ranks).to_dict()
+    name = next(
+        (n for n, d in DEVICES.items() if d.title.split()[:2] == str(measured_on.get("name")).split()[:2]), None
+    )
+    if name and measured_on["type"] == "cuda":
+        gpu = replace(run, world="nccl")
+        readings = [on_device(gpu, ledger, name) for ledger in predict(gpu, ranks).ranks]
+        out["device"] = {"name": name, "ranks": [reading.to_dict() for reading in readings]}
+    return out
