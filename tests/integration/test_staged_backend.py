@@ -1,4 +1,4 @@
-"""The `staged` backend against gloo on CPU tensors, four real processes: every call of the frameworks gives the same."""
+"""The `staged` backend against gloo on CPU tensors, four real processes: every call gives the same."""
 
 from __future__ import annotations
 
