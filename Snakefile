@@ -22,6 +22,7 @@ include: "workflow/rules/launch.smk"
 include: "workflow/rules/parity.smk"
 include: "workflow/rules/probe.smk"
 include: "workflow/rules/reconcile.smk"
+include: "workflow/rules/evidence.smk"
 include: "workflow/rules/plot.smk"
 include: "workflow/rules/report.smk"
 

@@ -29,6 +29,7 @@ MAY = {
     "report": {"spec", "reconcile", "parity", "plot"},
     "workflow": {"spec", "predict", "launch"},
     "interop": {"spec"},
+    "evidence": {"spec", "predict", "reconcile"},
 }
 NO_TORCH = ("spec", "predict", "reconcile", "plot", "report")
 

@@ -8,6 +8,7 @@ rule plot:
         of_runs("results/{comparison}/predict/{run}.json"),
         of_runs("results/{comparison}/predict/{run}.json", PAPER),
         PARITY,
+        EVIDENCE,
     output:
         report(
             directory(f"results/{COMPARISON}/figures"),
@@ -26,6 +27,7 @@ rule plot:
         mem_mb=2000,
     params:
         paper=PAPER,
+        evidence=EVIDENCE,
     message:
         f"Drawing the figures of {COMPARISON}"
     script:

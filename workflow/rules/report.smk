@@ -9,6 +9,7 @@ rule report:
         of_runs("results/{comparison}/predict/{run}.json"),
         of_runs("results/{comparison}/predict/{run}.json", PAPER),
         PARITY,
+        EVIDENCE,
     output:
         page=report(
             f"results/{COMPARISON}/report.html",
@@ -27,6 +28,7 @@ rule report:
         mem_mb=2000,
     params:
         paper=PAPER,
+        evidence=EVIDENCE,
     message:
         f"Writing the report of {COMPARISON}"
     script:

@@ -1,6 +1,6 @@
 """Builds the page and the tables of a comparison.
 
-By hand: python workflow/scripts/report.py RESULTS_OF_COMPARISON [RESULTS_OF_PAPER]
+By hand: python workflow/scripts/report.py RESULTS_OF_COMPARISON [RESULTS_OF_PAPER [RESULTS_FROM_GPUS ...]]
 """
 
 from pathlib import Path
@@ -12,15 +12,16 @@ from train_ledger.report.build import build_report
 from train_ledger.report.provenance import find_source
 
 
-def main(results: str | Path, paper: str | Path | None = None) -> None:
+def main(results: str | Path, paper: str | Path | None = None, *evidence: str | Path) -> None:
     """`report.html` and `tables/` of the results folder."""
-    build_report(Path(results), Path(paper) if paper else None, find_source())
+    build_report(Path(results), Path(paper) if paper else None, find_source(), evidence)
 
 
-def arguments(job: Any) -> tuple[Path, Path | None]:
-    """The folders of the comparison and of the one that is only predicted."""
+def arguments(job: Any) -> tuple[Path | None, ...]:
+    """The folders of the comparison, of the one that is only predicted, and of what was measured on GPUs."""
     results = Path(job.output.page).parent
-    return results, results.parent / job.params.paper if job.params.paper else None
+    paper = results.parent / job.params.paper if job.params.paper else None
+    return results, paper, *stage.evidence(job)
 
 
 if __name__ == "__main__":

@@ -43,6 +43,11 @@ def run(main: Callable[..., Any], job: Any, arguments: Callable[[Any], tuple[Any
             raise
 
 
+def evidence(job: Any) -> list[Path]:
+    """Results folders of what was measured on GPUs: <set>/<comparison> beside the verdict that the job depends on."""
+    return sorted(p.parent.parent for v in job.params.evidence for p in Path(v).parent.glob("*/*/reconcile/runs.json"))
+
+
 def _say(text: str, log: TextIO) -> None:
     print(text, file=sys.stderr, flush=True)
     print(text, file=log, flush=True)

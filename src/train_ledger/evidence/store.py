@@ -73,8 +73,8 @@ def unpack(set_dir: str | Path, comparison: str, results_dir: str | Path) -> Rec
     """
     results = Path(results_dir)
     predicted, tidy = [], []
-    for kept in sorted(p for p in (Path(set_dir) / comparison).iterdir() if p.is_dir()):
-        run = _resolved(kept / RESOLVED)
+    for run in resolved_runs(Path(set_dir) / comparison):
+        kept = Path(set_dir) / comparison / run.name
         launch_dir = results / "launch" / run.name
         _expand(kept, launch_dir)
         launch = read_launch(launch_dir)
@@ -97,6 +97,15 @@ def _expand(kept: Path, launch_dir: Path) -> None:
         shutil.copyfile(kept / "run.json", launch_dir / "run.json")
     except (OSError, EOFError) as e:
         raise DataError(f"cannot be unpacked: {e}", file=kept) from e
+
+
+def resolved_runs(kept: Path) -> list[Run]:
+    """The runs of a kept comparison, by name.
+
+    Raises:
+        DataError: one of them cannot be read.
+    """
+    return [_resolved(folder / RESOLVED) for folder in sorted(kept.iterdir()) if folder.is_dir()]
 
 
 def _resolved(file: Path) -> Run:

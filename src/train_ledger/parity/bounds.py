@@ -125,14 +125,15 @@ def measure(reference: Reference, left_dtype: str, right_dtype: str) -> Bounds:
         return Bound(quantity, kind, left_dtype, right_dtype, limit, _rms(values), len(values), source)
 
     updates: dict[str, list[float]] = {}
-    for other in others:
+    without_weights = not any(r["compared_to"] for r in reference.runs)  # `reference --no-weights`
+    for other in () if without_weights else others:
         if base["name"] not in other["compared_to"]:
             raise DataError(f"{other['name']} was not compared to {base['name']}", file=file, key="compared_to")
         for name, (update, _, _) in other["compared_to"][base["name"]].items():
             updates.setdefault(kind_of(name), []).append(update)
     # A kind has few samples, and by chance none of them may hold an element whose first gradient is so near to 0 that
     # rounding decides its sign, which decides AdamW's first step. So no kind is held to less than the median kind.
-    typical = DEVIATIONS * statistics.median(_rms(values) for values in updates.values())
+    typical = DEVIATIONS * statistics.median(_rms(values) for values in updates.values()) if updates else 0.0
     return Bounds(
         bound("loss", "", [v for o in others for v in relative(o["losses"], base["losses"])], RESOLUTION),
         bound("grad_norm", "", [v for o in others for v in relative(o["grad_norms"], base["grad_norms"])], RESOLUTION),

@@ -52,6 +52,7 @@ def _allocator_rows(results: Results, run: str) -> list[dict[str, Any]]:
     found = next((r for r in results.runs if r["run"] == run), {})
     devices = sorted({str(d.get("name", d.get("type", ""))) for d in found.get("devices", [])})
     resident, calls = results.of("resident", run), results.of("collectives", run)
+    peaks = results.of("peaks", run)
     alike: dict[tuple[Any, ...], list[int]] = {}
     for rank, part in steps.groupby("rank", sort=True):
         last = part.sort_values("step").iloc[-1]
@@ -60,6 +61,8 @@ def _allocator_rows(results: Results, run: str) -> list[dict[str, Any]]:
         bad = [f[~f["verdict"].isin(CLEAN)] for f in (mine, calls[calls["rank"] == rank])]
         inside = mine[~mine["container"].isin(OUTSIDE)]
         left = int((inside["measured_bytes"] - inside["predicted_bytes"]).sum())
+        # torchtitan resets the counter when it logs (components/metrics.py); the recorded step was also read apart.
+        recorded_peak = 0 if peaks.empty else peaks[peaks["rank"] == rank]["peak_bytes"].max()
         alike.setdefault(
             (
                 int(last["requested_bytes"]),
@@ -67,7 +70,7 @@ def _allocator_rows(results: Results, run: str) -> list[dict[str, Any]]:
                 library,
                 left,
                 int(last["allocated_bytes"]),
-                int(part["peak_bytes"].max()),
+                int(max(part["peak_bytes"].max(), recorded_peak)),
                 "exact" if all(f.empty for f in bad) else "differs",
             ),
             [],
