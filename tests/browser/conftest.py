@@ -95,15 +95,17 @@ def show(browser: webdriver.Chrome) -> Callable[[Path, int], webdriver.Chrome]:
 @pytest.fixture(scope="session")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A page of four runs with all sections that made-up data can fill."""
-    from made_results import make_paper, make_results
+    from made_results import make_paper, make_parity, make_results, on_gpu
 
     from train_ledger.plot.make import make_figures
     from train_ledger.report.build import build_report
 
     folder = make_results(tmp_path_factory.mktemp("results") / "laptop")
+    make_parity(folder)
     paper = make_paper(folder.parent / "paper")
-    make_figures(folder, paper)
-    return build_report(folder, paper)
+    evidence = [make_results(folder.parent / "llama_8xh200", change=on_gpu)]
+    make_figures(folder, paper, evidence)
+    return build_report(folder, paper, evidence_dirs=evidence)
 
 
 @pytest.fixture(scope="session")

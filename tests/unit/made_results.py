@@ -333,3 +333,36 @@ def on_gpu(prediction: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
         ]
         parts = {"span_s": 1.5, "compute_s": 1.0, "communication_s": 0.6, "exposed_communication_s": 0.4}
         r["timeline"] = {"steps": [{"step": 4, **parts}]}
+
+
+def make_parity(folder: Path) -> None:
+    """What the parity stage leaves in a results folder: the three runs of equal batch, and a reference."""
+    runs = [r for r in RUNS if r != "torchtitan-fsdp4-tp2"]
+    curves = [
+        f"{run},{step},{6.5 - step / 10 + i / 1e5},1.0"
+        for i, run in enumerate([*runs, "reference-bf16"])
+        for step in (1, 2, 3)
+    ]
+    rows = [
+        f"{run},reference-bf16,{step},6.4,6.4,1e-05,{i * 1e-5},0.0002,equal"
+        for i, run in enumerate(runs)
+        for step in (1, 2, 3)
+    ]
+    worst = {"worst": 1e-5, "at": 2, "bound": 2e-4}
+    pair = {"right": "reference-bf16", "loss": worst, "grad_norm": worst, "update": None, "along": None}
+    summary = {
+        "schema": "train-ledger/parity/1",
+        "verdict": "equal",
+        "problem_sha256": CONFIG_SHA256,
+        "steps": 3,
+        "runs": [],
+        "references": ["reference-bf16"],
+        "bounds": [],
+        "pairs": [{"left": run, **pair, "verdict": "equal", "why": ""} for run in runs],
+        "failures": [],
+    }
+    (folder / "parity").mkdir()
+    (folder / "parity" / "parity.json").write_text(json.dumps(summary))
+    (folder / "parity" / "curves.csv").write_text("\n".join(["run,step,loss,grad_norm", *curves, ""]))
+    head = "left,right,step,left_loss,right_loss,abs_difference,rel_difference,bound,verdict"
+    (folder / "parity" / "losses.csv").write_text("\n".join([head, *rows, ""]))

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_results import RUNS, make_paper, make_results, on_gpu
+from made_results import RUNS, make_paper, make_parity, make_results, on_gpu
 
 from train_ledger.cli import main
 from train_ledger.plot.data import read_results
@@ -67,6 +67,7 @@ def build(results: Path, paper: Path | None = None, *, figures: bool = True) -> 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Page]:
     folder = make_results(tmp_path_factory.mktemp("whole") / "laptop")
+    make_parity(folder)
     return folder, build(folder, make_paper(folder.parent / "paper"))
 
 
@@ -77,6 +78,14 @@ def test_verdict_and_answer(whole):
     assert "whole, in bfloat16, as a view of a larger buffer that stays allocated" in text
     assert "ranks 0-7: 1/8 in main_param (float32)" in text
     assert "ranks 0-7: 1/4 in param (float32, the weight itself)" in text
+
+
+def test_parity_is_told(whole):
+    text = whole[1].text
+    assert "Verdict over 3 steps: equal" in text
+    assert "differ by at most 2.00e-05 of themselves" in text
+    assert "what is below 1e-07 is drawn there" in text
+    assert "All began with the same weights" in text
 
 
 def test_every_figure_is_there_with_words_for_those_who_cannot_see(whole):

@@ -73,7 +73,7 @@ def _rounded(kind: str, value: float, comma: str) -> str:
     if math.isinf(value):
         return "∞" if value > 0 else "-∞"
     if kind == "small":
-        return f"{value:.3g}"
+        return f"{value:.2e}"
     return f"{value:{comma}.{DECIMALS[kind]}f}"
 
 
