@@ -1,0 +1,152 @@
+"""The reckoning behind the figures: schedules, lanes, partitions, colours, folding."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from made_results import EVENTS, RUNS, make_paper, make_results
+
+from train_ledger.plot import style
+from train_ledger.plot.data import read_results, run_steps, unit_for
+from train_ledger.plot.expected import HAND_ESTIMATE, predicted_figures
+from train_ledger.plot.grids import partitions
+from train_ledger.plot.lifeline import lanes, masters, share, words
+from train_ledger.plot.resident import OTHERS, resident_frame
+from train_ledger.plot.resident import _fold as fold
+from train_ledger.plot.schedule import one_f_one_b, pipelines, start_times
+from train_ledger.plot.text import plural, shorten
+from train_ledger.plot.traffic import busiest_rank, traffic_frame
+
+
+@pytest.mark.parametrize(("stages", "micro_batches"), list(itertools.product([1, 2, 3, 4, 8], [1, 2, 3, 8, 16])))
+def test_1f1b_does_all_the_work_once_and_in_an_order_that_can_be(stages: int, micro_batches: int) -> None:
+    starts = start_times(stages, micro_batches)
+    assert len(starts) == 2 * stages * micro_batches
+    for stage in range(stages):
+        order = one_f_one_b(stage, stages, micro_batches)
+        assert sorted(order) == sorted((kind, m) for kind in "FB" for m in range(micro_batches))
+        # No stage holds more activations than there are stages from it to the end.
+        held = list(itertools.accumulate(1 if kind == "F" else -1 for kind, _ in order))
+        assert max(held) <= min(stages - stage, micro_batches)
+        for m in range(micro_batches):
+            assert starts[stage, ("B", m)] >= starts[stage, ("F", m)] + 1
+            if stage:
+                assert starts[stage, ("F", m)] >= starts[stage - 1, ("F", m)] + 1
+                assert starts[stage - 1, ("B", m)] >= starts[stage, ("B", m)] + 2
+
+
+def test_the_bubble_of_the_drawn_schedule_is_the_formula() -> None:
+    stages, micro_batches = 4, 12
+    starts = start_times(stages, micro_batches)
+    span = max(t + (1 if op[0] == "F" else 2) for (_, op), t in starts.items())
+    busy = 3 * micro_batches
+    assert (span - busy) / span == pytest.approx((stages - 1) / (micro_batches + stages - 1))
+
+
+def test_lanes_tell_equal_micro_batches_once(tmp_path: Path) -> None:
+    results = read_results(make_results(tmp_path / "laptop"))
+    found = {lane.framework: lane for lane in lanes(results)}
+    assert found["megatron"].kinds == [list(range(8))]
+    assert words(found["megatron"]) == "view (bfloat16)"
+    assert words(found["deepspeed"]) == "empty → full (bfloat16) → empty → full (bfloat16) → empty"
+    assert len(found["deepspeed"].slots) == 1 + len(EVENTS) + 3
+    assert masters(results, "deepspeed-zero3-dp8") == "ranks 0-7: 1/8 in main_param (float32)"
+
+
+def test_a_lane_prefers_a_rank_that_keeps_a_master(tmp_path: Path) -> None:
+    def change(prediction: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
+        for r in ranks[:3]:
+            for e in r["lifeline"]["events"]:
+                e["master"] = None
+        # The second micro-batch lives otherwise: both are told.
+        ranks[3]["lifeline"]["events"][7]["state"] = "empty"
+
+    results = read_results(make_results(tmp_path / "laptop", {"run": "deepspeed"}, change))
+    (lane,) = lanes(results)
+    assert lane.rank == 3
+    assert lane.kinds == [[0], [1]]
+    assert masters(results, "run") == "ranks 3-7: 1/8 in main_param (float32); ranks 0-2: none"
+
+
+def test_share() -> None:
+    assert share(450, 3600) == "1/8"
+    assert share(3600, 3600) == "whole"
+    assert share(1201, 3600) == "≈ 0.334"
+    assert share(5, 0) == "none"
+
+
+def test_partitions_merge_names_and_leave_out_groups_of_one() -> None:
+    groups = [
+        {"name": "world", "ranks": [0, 1, 2, 3]},
+        {"name": "tp", "ranks": [0, 1]},
+        {"name": "tp", "ranks": [2, 3]},
+        {"name": "cp", "ranks": [0]},
+        {"name": "ep", "ranks": [2, 3]},
+        {"name": "ep", "ranks": [0, 1]},
+    ]
+    assert partitions(groups) == [(["world"], [(0, 1, 2, 3)]), (["tp", "ep"], [(0, 1), (2, 3)])]
+
+
+def test_colours_belong_to_names() -> None:
+    assert style.container_colour("param") == style.CONTAINER_COLOURS["param"]
+    assert style.container_colour("new_thing") == style.container_colour("new_thing")
+    assert len(set(style.CONTAINER_COLOURS.values())) == len(style.CONTAINER_COLOURS)
+    assert style.container_order(["unclaimed", "zeta", "grad", "param"]) == ["param", "grad", "zeta", "unclaimed"]
+    assert style.tint("#000000", 0.5) == "#808080"
+
+
+def test_small_containers_are_folded_without_losing_a_byte(tmp_path: Path) -> None:
+    frame = resident_frame(read_results(make_results(tmp_path / "laptop")))
+    folded, how_many = fold(frame)
+    assert how_many >= 2
+    assert OTHERS in set(folded["container"])
+    assert folded["predicted_bytes"].sum() == frame["predicted_bytes"].sum()
+    assert {"param", "grad", "exp_avg"} <= set(folded["container"])
+
+
+def test_figures_of_a_prediction(tmp_path: Path) -> None:
+    paper = read_results(make_paper(tmp_path / "paper"))
+    prediction = paper.predictions["deepspeed-zero3-dp8"]
+    figures = predicted_figures(prediction)
+    assert figures.resident_bytes == prediction["ranks"][0]["resident_bytes"]
+    assert figures.data_wire_bytes > 0
+    assert figures.tensor_wire_bytes == figures.pipeline_wire_bytes == 0
+    assert predicted_figures(paper.predictions["megatron-tp2-pp2-dp2"]).pipeline_wire_bytes > 0
+    assert set(HAND_ESTIMATE) < set(RUNS)
+
+
+def test_traffic_without_a_measurement_is_the_prediction(tmp_path: Path) -> None:
+    measured = read_results(make_results(tmp_path / "laptop"))
+    for file in (tmp_path / "laptop" / "reconcile").iterdir():
+        file.unlink()
+    predicted = read_results(tmp_path / "laptop")
+    both = [
+        traffic_frame(r).groupby(["run", "rank", "op"])[["predicted_count", "predicted_bytes"]].sum()
+        for r in (measured, predicted)
+    ]
+    pd.testing.assert_frame_equal(both[0], both[1])
+    assert busiest_rank(traffic_frame(measured)) == 0
+    assert pipelines(predicted) == []  # made-up predictions carry no config
+
+
+def test_steps_of_a_run_are_those_of_all_ranks(tmp_path: Path) -> None:
+    def change(prediction: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
+        for r in ranks[1:]:
+            for s in r["steps"]:
+                s["loss"] = None
+
+    results = read_results(make_results(tmp_path / "laptop", {"run": "deepspeed"}, change))
+    assert [(s.step, s.loss) for s in run_steps(results, "run")] == [(1, 6.4), (2, 6.3), (3, 6.2), (4, 6.1)]
+
+
+def test_words() -> None:
+    assert unit_for(5e9) == ("GB", 1e9)
+    assert unit_for(12) == ("B", 1.0)
+    assert shorten("a" * 50, 11) == "aaaaaa…aaaa"
+    assert shorten("a\x00b", 9) == "a b"
+    assert plural(1, "rank") == "1 rank"
+    assert plural(2000, "entry", "entries") == "2,000 entries"
