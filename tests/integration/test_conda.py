@@ -35,7 +35,9 @@ def test_a_run_in_conda_environments(tmp_path: Path) -> None:
     (metadata,) = (tmp_path / "conda").glob("*/lib/python3*/site-packages/deepspeed-0.19.2.dist-info/METADATA")
     assert not (metadata.parents[1] / "snakemake").exists()
     # Another version there, and only there, is what the launch then finds.
-    metadata.write_text(metadata.read_text(encoding="utf-8").replace("Version: 0.19.2", "Version: 9.9.9", 1))
+    other = metadata.read_text(encoding="utf-8").replace("Version: 0.19.2", "Version: 9.9.9", 1)
+    metadata.unlink()  # the file is a hard link into uv's cache: written in place it would spoil every later install
+    metadata.write_text(other)
     copy.edit("config/comparisons/small.yaml", "^  ds:$", "  ds: {seed: 7}")
     code, out = copy.snakemake("--sdm", "conda", "--conda-prefix", str(tmp_path / "conda"), target, PATH=path)
     assert code != 0
