@@ -103,6 +103,11 @@ def test_every_figure_is_there_with_words_for_those_who_cannot_see(whole):
         assert (folder / "figures" / f"{figure['name']}.pdf").read_bytes().startswith(b"%PDF")
 
 
+def test_figures_are_numbered_as_they_stand(whole):
+    numbers = [int(n) for n in re.findall(r"Figure (\d+)\. ", whole[1].text)]
+    assert numbers == list(range(1, len(numbers) + 1))
+
+
 def test_ids_are_unique_and_links_lead_somewhere(whole):
     ids = [attrs["id"] for _, attrs in whole[1].tags if "id" in attrs]
     assert len(ids) == len(set(ids))

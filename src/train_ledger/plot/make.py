@@ -14,16 +14,15 @@ from .save import Drawn, save
 
 FIGURES_SCHEMA = "train-ledger/figures/1"
 
-DRAWERS = (resident.draw, traffic.draw, lifeline.draw, grids.draw, schedule.draw, losses.draw)
-
 
 def all_figures(
     results: Results, predicted: Results | None = None, evidence: Sequence[Results] = ()
 ) -> Iterator[Drawn]:
-    """Every figure for which there is data, in the order of the report."""
-    for draw in DRAWERS:
+    """Every figure for which there is data, in the order of the page: their numbers follow it."""
+    for draw in (resident.draw, traffic.draw, lifeline.draw, grids.draw, schedule.draw):
         yield from draw(results)
     yield from within.draw([results, *evidence])
+    yield from losses.draw(results)
     yield from losses.draw_parity(results.parity)
     if predicted is not None:
         yield from paper.draw(predicted, results.run_names)
