@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections.abc import Iterable
 from dataclasses import replace
@@ -29,7 +30,7 @@ from train_ledger.reconcile.rows import CLEAN
 from train_ledger.spec.config import load_comparison, load_run
 from train_ledger.spec.errors import ConfigError
 from train_ledger.spec.model import canonical_tensors
-from train_ledger.spec.run import Parallel, Run
+from train_ledger.spec.run import Parallel, Probe, Run
 
 CONFIG = Path(__file__).parents[2] / "config"
 
@@ -79,6 +80,20 @@ def test_life_of_a_weight(measured: list[dict[str, Any]]) -> None:
         assert states[event] == ("full", "bfloat16"), event
     ends = [e["master"] for e in life["events"] if e["event"] in ("step_begin", "step_end")]
     assert all(m["name"] == "param" and m["dtype"] == "float32" and m["same_storage"] for m in ends)
+
+
+def test_dry_run_is_exact_too(laptop: Run, tmp_path: Path) -> None:
+    """The program that makes reference/dry-torchtitan, on a shape where every shard is padded."""
+    run = replace(laptop, world="fake", steps=2, probe=Probe((2,), ""), settings={**laptop.settings, "log_freq": 100})
+    (tmp_path / "run.json").write_text(json.dumps(run.to_dict()), encoding="utf-8")
+    out = tmp_path / "rank7.json"
+    module = "train_ledger.launch.frameworks.torchtitan_dry"
+    command = [sys.executable, "-m", module, str(tmp_path / "run.json"), "7", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = [r for part in reconcile_rank(predict(run, [7]).to_dict(), json.loads(out.read_text())) for r in part]
+    assert [row for row in rows if row.verdict not in CLEAN] == []
+    assert len(rows) > 15
 
 
 def session(run: Run, rank: int) -> torchtitan.TorchtitanSession:

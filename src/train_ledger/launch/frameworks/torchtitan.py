@@ -150,11 +150,11 @@ class TorchtitanSession:
         from torch.distributed.fsdp import FSDPModule
 
         known = {_local(parameter).untyped_storage().data_ptr() for parameter in self.parameters.values()}
-        for module in self.model.modules():
-            for group in module._get_fsdp_state()._fsdp_param_groups if isinstance(module, FSDPModule) else ():
-                for held in (parameter._sharded_param_data for parameter in group.fsdp_params):
-                    if held.untyped_storage().data_ptr() not in known:
-                        yield Owned("tied_param_copy", "framework", held)
+        states = dict.fromkeys(m._get_fsdp_state() for m in self.model.modules() if isinstance(m, FSDPModule))
+        for group in (group for state in states for group in state._fsdp_param_groups):
+            for held in (parameter._sharded_param_data for parameter in group.fsdp_params):
+                if held.untyped_storage().data_ptr() not in known:
+                    yield Owned("tied_param_copy", "framework", held)
 
     def optimizer_steps(self) -> tuple[object, str]:
         """torchtitan's container of optimizers, and its step."""
