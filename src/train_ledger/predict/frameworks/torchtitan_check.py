@@ -51,9 +51,10 @@ def _check_model(run: Run) -> None:
         kind = scaling.get("rope_type", scaling.get("type"))
         if kind != "llama3":
             _refuse(run, "model.rope_scaling", f"{kind!r} is not modelled for torchtitan, only 'llama3'")
-        missing = [key for key in _SCALING_KEYS if key not in scaling]
-        if missing:
-            _refuse(run, "model.rope_scaling", f"llama3 scaling needs {missing[0]}")
+        for key in _SCALING_KEYS:
+            value = scaling.get(key)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+                _refuse(run, "model.rope_scaling", f"llama3 scaling needs {key}, a number above 0")
 
 
 def _check_parallel(run: Run) -> None:
