@@ -50,6 +50,21 @@ GPT = replace(
     attention_output_bias=True,
     mlp_bias=True,
 )
+#: Rotary frequencies stretched as in Llama 3.1, with a boundary inside the sequence. Megatron Core has it fixed
+#: at 8192 (`rotary_pos_embedding.py:_apply_scaling`), so its prediction refuses this shape.
+SCALED = replace(
+    MODEL,
+    name="tiny-scaled",
+    rope_theta=1000.0,
+    rope_scaling={
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
+)
+MODELS = {"gpt": GPT, "scaled": SCALED}
 STEPS = 4
 
 #: Layout by name: degrees, and settings of the framework. Small buckets, so that there are several even here.
@@ -64,12 +79,14 @@ LAYOUTS: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
     },
     "deepspeed": {
         **{f"zero{s}": ({"data_parallel": 2}, {"zero_optimization": {"stage": s}}) for s in (0, 1, 2, 3)},
+        "scaled-zero2": ({"data_parallel": 2}, {"zero_optimization": {"stage": 2}}),
         "gpt-zero3": ({"data_parallel": 2}, {"zero_optimization": {"stage": 3}}),
     },
     "torchtitan": {
         "fsdp2": ({"data_parallel_shard": 2}, {}),
         "tp2": ({"tensor_parallel": 2, "sequence_parallel": True}, {}),
         "hsdp": ({"data_parallel_replicate": 2, "data_parallel_shard": 2}, {}),
+        "scaled-fsdp2": ({"data_parallel_shard": 2}, {}),
         "fp32": ({"data_parallel_shard": 2}, {"mixed_precision_param": "float32"}),
         "fsdp2-tp2": ({"data_parallel_shard": 2, "tensor_parallel": 2, "sequence_parallel": True}, {}),
     },
@@ -107,7 +124,7 @@ def make_run(framework: str, layout: str) -> Run:
     run = Run(
         name=f"{framework}-{layout}",
         framework=framework,
-        model=GPT if layout.startswith("gpt-") else MODEL,
+        model=MODELS.get(layout.split("-")[0], MODEL),
         world="cpu",
         world_size=parallel.tensor_parallel * parallel.pipeline_parallel * total,
         parallel=parallel,

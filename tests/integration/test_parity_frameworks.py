@@ -27,9 +27,9 @@ LAYOUTS = [(framework, layout) for framework, known in driver.LAYOUTS.items() fo
 
 @pytest.fixture(scope="session")
 def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """reference.json of the two problems that the driver's runs work on, by the model's name."""
+    """reference.json of the problems that the driver's runs work on, by the model's name."""
     out = {}
-    for layout in ("zero3", "gpt-zero3"):
+    for layout in ("zero3", "gpt-zero3", "scaled-zero2"):
         problem = Problem.of(driver.make_run("deepspeed", layout))
         folder = tmp_path_factory.mktemp(problem.model.name)
         make_reference(problem, None, folder)
@@ -74,7 +74,7 @@ def test_layout_trains_as_the_reference(
     assert float(first[6]) < 1e-3
 
 
-@pytest.mark.parametrize(("model", "count"), [("tiny", 13), ("tiny-gpt", 3)])
+@pytest.mark.parametrize(("model", "count"), [("tiny", 13), ("tiny-gpt", 3), ("tiny-scaled", 2)])
 def test_frameworks_and_layouts_agree_with_each_other(
     model: str, count: int, launched: dict[str, Path], references: dict[str, Path], tmp_path: Path
 ) -> None:
