@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
+from collections.abc import Callable
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -103,7 +105,7 @@ def make(
             dtype=dtype,
             order=order,
             device=device,
-            progress=lambda step, loss, name=name: _say(name, step, problem.steps, loss),
+            progress=_teller(name, problem.steps),
         )
         plain = with_weights and name in ("bf16", "fp32")
         if plain:  # the others are compared and dropped
@@ -139,5 +141,14 @@ def make(
     return record
 
 
-def _say(name: str, step: int, steps: int, loss: float) -> None:
-    print(f"reference {name}: step {step} of {steps}, loss {loss:.4f}", file=sys.stderr, flush=True)
+def _teller(name: str, steps: int) -> Callable[[int, float], None]:
+    """Says how far a training is: after its last step, and before that every ten seconds."""
+    told = time.monotonic()
+
+    def tell(step: int, loss: float) -> None:
+        nonlocal told
+        if step == steps or time.monotonic() > told + 10:
+            told = time.monotonic()
+            print(f"reference {name}: step {step} of {steps}, loss {loss:.4f}", file=sys.stderr, flush=True)
+
+    return tell
