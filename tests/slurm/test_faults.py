@@ -117,7 +117,7 @@ def time_limit(copy: OnCluster) -> None:
 
     It is sent again with twice the time, and fails with the limit when that does not do.
 
-    Jobs: 1 timed out, 1 completed.
+    Jobs: 1 timed out, 1 cancelled by the test, 1 completed.
     """
     copy.edit("profiles/slurm/site.yaml", "$", "\nruntime_min: 1\n")
     copy.edit("config/comparisons/small.yaml", "^  ds:$", "  ds: {steps: 100000}")

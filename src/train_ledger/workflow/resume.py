@@ -54,7 +54,7 @@ def begin(plan: Plan, environments: Mapping[str, str], executor: str) -> None:
         if before is not None:
             for stale in Path(".snakemake/locks").glob("*"):  # whoever wrote them held our lock, and is gone
                 stale.unlink(missing_ok=True)
-        if executor == "slurm" or (before or {}).get("executor") == "slurm":
+        if executor == "slurm" or ((before or {}).get("executor") == "slurm" and slurm.available()):
             slurm.settle(wanted)
     for file in strangers(plan):
         say(f"{file} is of no run of the plan; it is set aside as {set_aside(file)}")
