@@ -21,8 +21,7 @@ def test_llama3_8b_over_eight() -> None:
 
     The log prints `reserved_bytes.all.peak` (torchtitan/components/metrics.py:DeviceMemoryMonitor). The allocator takes
     memory from the driver in segments: blocks from 10 MiB on get their own, in steps of 2 MiB; smaller ones share
-    segments
-    of 20 MiB, those up to 1 MiB segments of 2 MiB (c10/cuda/CUDACachingAllocator.cpp:get_allocation_size).
+    segments of 20 MiB, those up to 1 MiB segments of 2 MiB (c10/cuda/CUDACachingAllocator.cpp:get_allocation_size).
     """
     run = load_run(
         CONFIG / "runs" / "torchtitan-fsdp4-tp2.yaml",

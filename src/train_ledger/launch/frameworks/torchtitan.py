@@ -33,8 +33,7 @@ def build(run: Run, rank: Rank) -> TorchtitanSession:
 
     use_device(rank.device)
     # distributed/utils.py:init_distributed does this before it starts the group, and leaves a group alone that is
-    # there:
-    # backward must run on the calling thread, whose thread-local device mesh the recomputed collectives need.
+    # there: backward must run on the calling thread, whose thread-local device mesh the recomputed collectives need.
     torch.autograd.set_multithreading_enabled(False)
     rank.init_process_group(timedelta(seconds=TIMEOUT_S))
     try:
@@ -64,9 +63,7 @@ def _reduce_by_sums(config: Any) -> None:
 
 
 class TorchtitanSession:
-    """`launch.session.Session` around a `Trainer`. Each step is what the loop of `trainer.py:Trainer.train` does for
-    one step.
-    """
+    """`launch.session.Session` around a `Trainer`. A step is what the loop of `trainer.py:Trainer.train` does once."""
 
     def __init__(self, run: Run, trainer: Any) -> None:
         self.run, self.trainer = run, trainer
@@ -82,9 +79,7 @@ class TorchtitanSession:
         self.parameters = {_canonical(name): p for name, p in self.model.named_parameters()}
 
     def _keep_losses(self) -> None:
-        """Adds up the loss of this rank's micro-batches, since torchtitan averages over ranks only in steps that
-        log.
-        """
+        """Adds up the loss of this rank's micro-batches: torchtitan averages over ranks only in steps that log."""
         inner: Callable[..., torch.Tensor] = self.trainer.forward_backward_step
 
         def forward_backward_step(**kwargs: Any) -> torch.Tensor:
@@ -99,8 +94,7 @@ class TorchtitanSession:
         """One optimizer step, `step` from 1.
 
         The loss is torchtitan's own mean over all tokens in steps that log; in others the mean of this rank's tokens,
-        which
-        the mean over data-parallel ranks turns into the same figure. The norm is known in steps that log.
+        which the mean over data-parallel ranks turns into the same figure. The norm is known in steps that log.
         """
         from torchtitan.distributed.utils import set_pg_timeouts
 
@@ -119,9 +113,7 @@ class TorchtitanSession:
         return StepResult(loss=self.last_loss * self.run.parallel.data_parallel, grad_norm=None)
 
     def owners(self) -> Iterator[Owned]:
-        """Parameters and gradients of FSDP2, the optimizer's state, RoPE caches, and the last batch (see
-        `SyntheticLoader.held`).
-        """
+        """Parameters and gradients of FSDP2, the optimizer's state, RoPE caches, and the batch that is still held."""
         for parameter in self.parameters.values():
             yield Owned("param", "framework", parameter)
             if parameter.grad is not None:
@@ -144,8 +136,7 @@ class TorchtitanSession:
         """What FSDP2 gathers from, where that is not the parameter: a tied weight whose shard it padded twice.
 
         torchtitan ties again after `fully_shard`, so that two of FSDP2's parameters share one shard; the first to pad
-        it
-        keeps a copy that the optimizer never sees (`_fsdp_param.py:FSDPParam.reset_sharded_param`).
+        it keeps a copy that the optimizer never sees (`_fsdp_param.py:FSDPParam.reset_sharded_param`).
         """
         from torch.distributed.fsdp import FSDPModule
 
@@ -161,9 +152,7 @@ class TorchtitanSession:
         return self.trainer.optimizers, "step"
 
     def weight(self, name: str) -> Weight | None:
-        """The weight of that Hugging Face Llama name. Query, key and value are one weight in torchtitan; any of them
-        names it.
-        """
+        """The weight of that Hugging Face Llama name. torchtitan's query, key and value are one weight."""
         from .torchtitan_weights import tensor_parallel_dim, torchtitan_name
 
         fqn = torchtitan_name(name)

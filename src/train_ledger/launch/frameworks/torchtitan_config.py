@@ -46,7 +46,7 @@ def trainer_config(run: Run) -> Trainer.Config:
     return Trainer.Config(
         model_spec=model_spec(run.model, run.seq_length),
         loss=_loss(run),
-        tokenizer=NoTokenizer.Config(),
+        tokenizer=NumberTokenizer.Config(vocab_size=run.model.vocab_size),
         dataloader=SyntheticLoader.Config(
             seed=run.seed, vocab_size=run.model.vocab_size, global_batch=run.global_batch
         ),
@@ -177,9 +177,7 @@ def _rope(m: ModelShape, seq_length: int) -> RoPE.Config:
 
 
 class Attention(ScaledDotProductAttention):
-    """Flash attention where it can run, as in the other frameworks: cuDNN's own kernels come with other versions of
-    it.
-    """
+    """Flash attention where it can run, as in the other frameworks; never cuDNN's, which come in many versions."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(ScaledDotProductAttention.Config):
@@ -188,29 +186,34 @@ class Attention(ScaledDotProductAttention):
     sdpa_backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]  # noqa: RUF012 - as in the class above it
 
 
-class NoTokenizer(BaseTokenizer):
-    """The tokens are numbers already."""
+class NumberTokenizer(BaseTokenizer):
+    """The tokens are numbers already; as text they stand with blanks between."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseTokenizer.Config):
-        pass
+        vocab_size: int
 
     def __init__(self, config: Config, *, tokenizer_path: str | None = None) -> None:
         super().__init__()
+        self.vocab_size = config.vocab_size
 
-    def encode(self, *args: Any, **kwargs: Any) -> list[int]:
-        raise NotImplementedError("tokens are made, not read")
+    def encode(self, text: str) -> list[int]:
+        """Numbers in a text."""
+        return [int(word) for word in text.split()]
 
-    def decode(self, *args: Any, **kwargs: Any) -> str:
-        raise NotImplementedError("tokens are made, not read")
+    def decode(self, tokens: list[int]) -> str:
+        """Numbers as a text."""
+        return " ".join(map(str, tokens))
 
     def get_vocab_size(self) -> int:
-        raise NotImplementedError("the model's shape holds the vocabulary's size")
+        """Rows of the embedding."""
+        return self.vocab_size
 
 
 class SyntheticLoader(BaseDataLoader):
-    """The shared token stream by global sample index. Micro-batch j of data-parallel rank r takes samples (j·R + r)·b
-    … of a step.
+    """The shared token stream by global sample index.
+
+    Micro-batch j of data-parallel rank r takes the b samples of a step from (j·R + r)·b on, R ranks.
     """
 
     @dataclass(kw_only=True, slots=True)

@@ -1,6 +1,4 @@
-"""torchtitan on the device that the world chose. Shims for the CPU stand here, each with its reason; with CUDA none is
-used.
-"""
+"""torchtitan on the device that the world chose. Shims for the CPU stand here, each with its reason."""
 
 from __future__ import annotations
 
@@ -15,8 +13,7 @@ import torch
 def import_torchtitan() -> None:
     """Imports torchtitan without counting GPUs, so that ranks forked afterwards can still use them.
 
-    `tools/utils.py:get_device_info` asks torch for an accelerator while it is imported; that starts the driver,
-    which
+    `tools/utils.py:get_device_info` asks torch for an accelerator while it is imported; that starts the driver, which
     does not survive a fork. The answer is given later, by `use_device`.
     """
     if "torchtitan.trainer" in sys.modules:
@@ -34,9 +31,7 @@ def import_torchtitan() -> None:
 
 
 def use_device(device: torch.device) -> None:
-    """Tells every torchtitan module which device this rank trains on, as `tools/utils.py:get_device_info` would
-    have.
-    """
+    """Tells every torchtitan module which device this rank trains on (`tools/utils.py:get_device_info`)."""
     module: Any = torch.cuda if device.type == "cuda" else _CpuModule("cpu")
     for name, loaded in list(sys.modules.items()):
         if name.startswith("torchtitan.") and "device_type" in vars(loaded):

@@ -113,8 +113,7 @@ def _containers(run: Run, layout: Layout) -> Iterator[Container]:
     yield container("rope_cache", "model", dtype, layers * cache, 0, rule, {cache: layers})
 
     # trainer.py:batch_generator holds the last micro-batch until it is asked for the next: inputs and positions where
-    # they
-    # were moved to, labels where they were loaded.
+    # they were moved to, labels where they were loaded.
     tokens = run.micro_batch * run.seq_length
     rule = "torchtitan/trainer.py:Trainer.batch_generator"
     yield container("batch", "script", "int64", 2 * tokens, 0, rule, {tokens: 2})

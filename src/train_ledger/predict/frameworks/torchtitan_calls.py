@@ -1,8 +1,7 @@
 """The collectives of one torchtitan step, each with the rule that makes it.
 
 Symbols: L layers, M micro-batches, B sequences of a micro-batch, S tokens of a sequence, d hidden size, T
-tensor-parallel ranks,
-D ranks that FSDP shards over, R replicas (HSDP), C chunks of the loss.
+tensor-parallel ranks, D ranks that FSDP shards over, R replicas (HSDP), C chunks of the loss.
 """
 
 from __future__ import annotations
@@ -69,10 +68,9 @@ def _gathers(run: Run, layout: Layout, kind: Step) -> Iterator[Collective]:
     """All-gathers of parameters in `mixed_precision_param`, before the forward and again before the backward of a unit.
 
     The last unit, [norm, lm_head], is not resharded after its forward unless asked to
-    (`fsdp.py:apply_fsdp_to_decoder`). But
-    `components/loss.py:ChunkedLossWrapper.__call__` unshards the head before its chunks, reshards it after them, and
-    turns
-    resharding on for good: the unit is gathered twice in the first micro-batch of all, three times in every later one.
+    (`fsdp.py:apply_fsdp_to_decoder`). But `components/loss.py:ChunkedLossWrapper.__call__` unshards the head before its
+    chunks, reshards it after them, and turns resharding on for good: the unit is gathered twice in the first
+    micro-batch of all, three times in every later one.
     """
     s, micro_batches = run.settings, run.num_micro_batches
     policy = s["fsdp_reshard_after_forward"]
@@ -100,9 +98,7 @@ def _gathers(run: Run, layout: Layout, kind: Step) -> Iterator[Collective]:
 
 
 def _reductions(run: Run, layout: Layout) -> Iterator[Collective]:
-    """Reduce-scatters of gradients over the shards, then HSDP's all-reduces over the replicas, in
-    `mixed_precision_reduce`.
-    """
+    """Reduce-scatters of gradients over the shards, then HSDP's all-reduces over the replicas."""
     p, s = run.parallel, run.settings
     for name, count, numel in _reduce_buffers(run, layout):
         common = (count * run.num_micro_batches, f"FSDP {name}", "backward", _REDUCE)
@@ -120,9 +116,7 @@ def _reductions(run: Run, layout: Layout) -> Iterator[Collective]:
 
 
 def _reduce_buffers(run: Run, layout: Layout) -> list[tuple[str, int, int]]:
-    """(unit, how many, elements of this rank's part) of every buffer that gradients are reduced into in a
-    micro-batch.
-    """
+    """(unit, how many, elements of this rank's part) of the buffers that a micro-batch's gradients are reduced into."""
     out = []
     for unit in layout.units:
         for part in reduced_parts(run, unit):
@@ -152,13 +146,10 @@ def _activations(run: Run) -> Iterator[Collective]:
     a region.
 
     There are 2L + 1 boundaries each way: the embedding's output, two exits a layer; two entries a layer, the final
-    norm's output.
-    With sequence parallelism a boundary gathers or scatters the sequence; without, it sums (and its opposite direction
-    is free).
-    Activation checkpointing repeats a layer's boundaries, but for what selective checkpointing saves:
-    `distributed/activation_checkpoint.py:_get_default_save_ops` saves `_c10d_functional.reduce_scatter_tensor`, which
-    only the
-    DTensor backends call.
+    norm's output. With sequence parallelism a boundary gathers or scatters the sequence; without, it sums (and its
+    opposite direction is free). Activation checkpointing repeats a layer's boundaries, but for what selective
+    checkpointing saves: `distributed/activation_checkpoint.py:_get_default_save_ops` saves
+    `_c10d_functional.reduce_scatter_tensor`, which only the DTensor backends call.
     """
     s, m, p = run.settings, run.model, run.parallel
     tokens = run.micro_batch * run.seq_length

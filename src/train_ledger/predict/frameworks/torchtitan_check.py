@@ -73,8 +73,7 @@ def _check_tensor_parallel(run: Run) -> None:
     tp = p.tensor_parallel
     rows = m.query_size + 2 * m.kv_size
     if rows < p.data_parallel_shard * tp:
-        # models/common/config_utils.py:_fused_qkv_param_init copies into the shards; DTensor's copy_ wants no empty
-        # ones.
+        # models/common/config_utils.py:_fused_qkv_param_init copies into the shards; DTensor's copy_ wants none empty.
         _refuse(
             run,
             "parallel.data_parallel_shard",
