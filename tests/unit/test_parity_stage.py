@@ -286,6 +286,20 @@ def test_kinds_have_bounds_of_their_own_and_none_below_the_median(reference: Pat
         assert bound.bound == pytest.approx(max(DEVIATIONS * bound.rms, typical))
 
 
+def test_reference_of_one_type_and_without_weights(tmp_path: Path) -> None:
+    """What is not there is not compared; what is there still is."""
+    one, done = Problem.of(RUN), trained()
+    make_reference(one, None, tmp_path / "bf16", types=["bfloat16"])
+    summary = judge(tmp_path / "bf16" / "reference.json", tmp_path / "one", {"one": (RUN, done)})
+    assert [(p["right"], p["verdict"]) for p in summary["pairs"]] == [("reference-bf16", "equal")]
+    assert summary["pairs"][0]["update"]["bound"] > 0
+    make_reference(one, None, tmp_path / "none", types=["bfloat16"], with_weights=False)
+    summary = judge(tmp_path / "none" / "reference.json", tmp_path / "two", {"one": (RUN, done)}, need_weights=False)
+    assert summary["failures"] == []
+    assert summary["pairs"][0]["update"] is None
+    assert summary["pairs"][0]["loss"]["bound"] > 0
+
+
 def test_difference_of_tensors() -> None:
     rng = np.random.default_rng(0)
     initial, step, noise = rng.standard_normal((3, 4000)).astype(np.float32)

@@ -110,11 +110,12 @@ def make(
         if plain:  # the others are compared and dropped
             kept[name] = done.weights
             write_weights(out_dir / f"{name}.safetensors", done.weights)
-        compared = {}
+        first = next(iter(kept), "")  # fp32 if it is trained
+        compared: dict[str, dict[str, list[float]]] = {}
         for base in [b for b in kept if b != name and (dtype == torch.bfloat16 or b == "fp32")]:
             compared[base] = {}
             for tensor, trained in done.weights.items():
-                four = (trained, kept[base][tensor], read(tensor), kept["fp32"][tensor])
+                four = (trained, kept[base][tensor], read(tensor), kept[first][tensor])
                 d = difference(*(t.numpy().reshape(-1) for t in four))
                 compared[base][tensor] = [d.update, d.along, d.max_abs]
         runs.append(

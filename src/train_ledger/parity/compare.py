@@ -256,7 +256,7 @@ def _weight_rows(
     left: Party, right: Party, bounds: Bounds, model: ModelShape, initial: Get, references: Sequence[Party]
 ) -> list[Row]:
     """Name by name, where both have trained weights that can be compared."""
-    trained = next((r.get for r in references if r.dtype == "float32"), None)
+    trained = next((r.get for r in reversed(references) if r.get), None)  # fp32 if there is one
     if left.get is None or right.get is None or trained is None:
         return []
     rows = []
