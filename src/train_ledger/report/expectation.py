@@ -69,7 +69,7 @@ def expectation_table(paper: Results) -> Table:
                     "predicted": b / 1e9,
                     "predicted_bytes": b,
                     "difference": 100 * (b - a) / a if a else None,
-                    "why": _WHY.get((run, key), ""),
+                    "why": _WHY.get((run, key)) or ("rounding" if _is_rounding(a, b) else ""),
                 }
             )
     return Table(
@@ -87,6 +87,12 @@ def expectation_table(paper: Results) -> Table:
         ],
         rows,
     )
+
+
+def _is_rounding(estimate_bytes: int, predicted_bytes: int) -> bool:
+    """Whether the two are less than one apart in the last digit in which the estimate is stated (GB)."""
+    digits = len(f"{estimate_bytes / 1e9:.3f}".rstrip("0").partition(".")[2])
+    return abs(predicted_bytes - estimate_bytes) < 10 ** (9 - digits)
 
 
 def prediction_table(paper: Results) -> Table:
