@@ -44,8 +44,12 @@ def run(main: Callable[..., Any], job: Any, arguments: Callable[[Any], tuple[Any
 
 
 def evidence(job: Any) -> list[Path]:
-    """Results folders of what was measured on GPUs: <set>/<comparison> beside the verdict that the job depends on."""
-    return sorted(p.parent.parent for v in job.params.evidence for p in Path(v).parent.glob("*/*/reconcile/runs.json"))
+    """Results folders of what was measured on GPUs: <set>/<comparison> beside the verdict that the job depends on.
+
+    Those of whole worlds come first: they are what the comparison is about.
+    """
+    found = [p.parent.parent for v in job.params.evidence for p in Path(v).parent.glob("*/*/reconcile/runs.json")]
+    return sorted(found, key=lambda p: (-len(list(p.glob("launch/*/rank*.json"))), p))
 
 
 def _say(text: str, log: TextIO) -> None:

@@ -11,11 +11,12 @@ from train_ledger.spec.run import Run
 
 
 def describe(error: BaseException) -> dict[str, Any]:
-    """An error as plain data: `at` on the machine's monotonic clock, `kind` of ours or empty, `error`, `file`, `key`."""
+    """An error as plain data: `at` on the monotonic clock, `kind` of ours or empty, `error`, `file`, `key`."""
     if isinstance(error, LedgerError):
         where = {"file": str(error.file or ""), "key": error.key or ""}
         return {"at": time.monotonic(), "kind": type(error).__name__, "error": error.message[:2000], **where}
-    return {"at": time.monotonic(), "kind": "", "error": f"{type(error).__name__}: {error}"[:2000], "file": "", "key": ""}
+    text = f"{type(error).__name__}: {error}"[:2000]
+    return {"at": time.monotonic(), "kind": "", "error": text, "file": "", "key": ""}
 
 
 def rebuild(run: Run, rank: int, step: int, error: dict[str, Any], log: Path) -> LedgerError:

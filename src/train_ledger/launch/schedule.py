@@ -10,8 +10,8 @@ from train_ledger.spec.run import Optimizer
 def lr_at(optimizer: Optimizer, step: int, steps: int) -> float:
     """Learning rate of optimizer step `step`, from 1 to `steps`.
 
-    It rises linearly and reaches `lr` at step `lr_warmup_steps` (at step 1 without warm-up), then falls along half a cosine
-    and reaches `min_lr` at step `steps`. A run that ends inside its warm-up never decays.
+    It rises linearly and reaches `lr` at step `lr_warmup_steps` (at step 1 without warm-up), then falls along half a
+    cosine and reaches `min_lr` at step `steps`. A run that ends inside its warm-up never decays.
     """
     peak = max(optimizer.lr_warmup_steps, 1)
     if step <= peak:

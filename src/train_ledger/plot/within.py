@@ -67,6 +67,8 @@ def _figure(shown: Sequence[tuple[Results, str, int, pd.DataFrame]]) -> plt.Figu
         _panel(ax, events, scale)
         ax.set_title(framework_title(results.framework(run)), loc="left", fontweight="bold", fontsize=7.5, pad=10)
         ax.text(0, 1.02, f"{shorten(run, 36)}, rank {rank}", transform=ax.transAxes, fontsize=6.5, color=style.MUTED)
+    # The panels share this axis, so it is set once, for the tallest of them.
+    axes.flat[0].set_ylim(0, 1.08 * max(e["allocated_bytes"].max() for *_, e in shown) / scale)
     for ax in list(axes.flat)[len(shown) :]:
         ax.set_visible(False)
     for ax in axes[:, 0]:
@@ -99,6 +101,5 @@ def _panel(ax: Axes, events: pd.DataFrame, scale: float) -> None:
         fontsize=6,
         color=style.MUTED,
     )
-    ax.set_ylim(0, None)
     ax.set_xlim(0, max(1, len(y) - 1))
     ax.set_xticks([])

@@ -209,9 +209,11 @@ def _unclaimed_rows(measured: Data) -> list[ResidentRow]:
     other = measured["census"]["other"]
     total = sum(c["bytes"] for c in other)
     too_much = total > UNCLAIMED_BOUND_BYTES
+    on_gpu = measured.get("device", {}).get("type") == "cuda"
     out = []
     for c in sorted(other, key=lambda c: (-c["bytes"], c["dtype"], c["shape"])):
-        shape = f"unclaimed {list(c['shape'])}"
+        where = " on the host" if on_gpu and not c["device"].startswith("cuda") else ""
+        shape = f"unclaimed {list(c['shape'])}{where}"
         out.append(
             ResidentRow(
                 run=measured["run"],

@@ -59,7 +59,8 @@ def _allocator_rows(results: Results, run: str) -> list[dict[str, Any]]:
         mine = resident[resident["rank"] == rank]
         library = int(mine[mine["container"] == "library_workspace"]["measured_bytes"].sum())
         bad = [f[~f["verdict"].isin(CLEAN)] for f in (mine, calls[calls["rank"] == rank])]
-        inside = mine[~mine["container"].isin(OUTSIDE)]
+        # The allocator counts what is on the GPU.
+        inside = mine[~mine["container"].isin(OUTSIDE) & ~mine["container"].str.endswith(" on the host")]
         left = int((inside["measured_bytes"] - inside["predicted_bytes"]).sum())
         # torchtitan resets the counter when it logs (components/metrics.py); the recorded step was also read apart.
         recorded_peak = 0 if peaks.empty else peaks[peaks["rank"] == rank]["peak_bytes"].max()

@@ -17,7 +17,10 @@ STAGE3 = "deepspeed runtime/zero/stage3.py"
 
 @dataclass(frozen=True, eq=False)
 class Zero3:
-    """What ZeRO-3 depends on. Sizes and thresholds count elements. Equal only to itself, so that caches find it at once."""
+    """What ZeRO-3 depends on. Sizes and thresholds count elements.
+
+    Equal only to itself, so that caches find it at once.
+    """
 
     trace: ModelTrace
     world_size: int
