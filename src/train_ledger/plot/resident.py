@@ -48,7 +48,7 @@ def draw(results: Results) -> list[Drawn]:
         f"Stacked bars, one panel a run, of the bytes that each rank keeps between two steps, split into containers. "
         f"Predicted per rank: {per_run}."
     )
-    caption = _caption(results, frame, measured, folded)
+    caption = _caption(results, frame, measured, folded, few)
     return [Drawn("resident", "memory", "Resident bytes per rank", alt, caption, figure, tips)]
 
 
@@ -82,7 +82,7 @@ def _fold(frame: pd.DataFrame) -> tuple[pd.DataFrame, int]:
     return frame.assign(container=frame["container"].where(~frame["container"].isin(small), OTHERS)), len(small)
 
 
-def _caption(results: Results, frame: pd.DataFrame, measured: bool, folded: int) -> str:
+def _caption(results: Results, frame: pd.DataFrame, measured: bool, folded: int, few: bool) -> str:
     small = f" {folded} containers too small to be seen are drawn as one; the table has them all." if folded else ""
     if not measured:
         return f"Predicted from the configuration alone; nothing was measured.{small} Source: predict/*.json."
@@ -95,10 +95,13 @@ def _caption(results: Results, frame: pd.DataFrame, measured: bool, folded: int)
         if bad.empty
         else f"{left:,} bytes differ, on {len(bad[['run', 'rank']].drop_duplicates())} of {ranks} ranks"
     )
-    return (
-        f"{finding}. Left bar of a pair, light: predicted from the configuration. Right bar, full colour: the census "
-        f"of storages at the boundary after the last step (world: {worlds}).{small} Source: reconcile/resident.csv."
+    how = (
+        "Left bar of a pair, light: predicted from the configuration. Right bar, full colour: the census of storages"
+        if few
+        else "Bars: the fullest rank of each run, predicted from the configuration. Marks: its census of storages"
     )
+    where = f"at the boundary after the last step (world: {worlds})"
+    return f"{finding}. {how} {where}.{small} Source: reconcile/resident.csv."
 
 
 def _panels(results: Results, frame: pd.DataFrame, runs: Sequence[str], tips: dict[str, str]) -> plt.Figure:

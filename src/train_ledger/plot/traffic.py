@@ -49,7 +49,7 @@ def draw(results: Results) -> list[Drawn]:
         "For each run, one line a kind of collective and process group; on logarithmic axes the number of calls and "
         f"the payload of one step. Predicted totals: {'; '.join(parts)}."
     )
-    caption = _caption(frame, measured)
+    caption = _caption(frame, measured, few)
     return [Drawn("collectives", "communication", "Collectives of one step", alt, caption, figure, tips)]
 
 
@@ -86,7 +86,7 @@ def busiest_rank(part: pd.DataFrame) -> int:
     return int(sums.idxmax())
 
 
-def _caption(frame: pd.DataFrame, measured: bool) -> str:
+def _caption(frame: pd.DataFrame, measured: bool, few: bool) -> str:
     if not measured:
         return "Predicted from the configuration alone; nothing was measured. Source: predict/*.json."
     bad = frame[~frame["verdict"].isin(CLEAN)]
@@ -96,10 +96,15 @@ def _caption(frame: pd.DataFrame, measured: bool) -> str:
         if bad.empty
         else f"{len(bad):,} of {rows:,} kinds of call on {ranks} ranks differ"
     )
+    how = (
+        "A ring is the prediction, a dot the measurement; a dot that fills its ring is agreement"
+        if few
+        else "Bars are the prediction, marks the measurement"
+    )
     return (
-        f"{finding}. Each run is shown by its busiest rank. A ring is the prediction, a dot the measurement; a dot "
-        "that fills its ring is agreement. Payload counts the larger of input and output of each call. "
-        "Source: reconcile/collectives.csv."
+        f"{finding}. Each run is shown by its busiest rank. {how}. Payload counts the larger of input and output of "
+        "each "
+        "call. Source: reconcile/collectives.csv."
     )
 
 
