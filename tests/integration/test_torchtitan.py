@@ -82,6 +82,7 @@ def test_life_of_a_weight(measured: list[dict[str, Any]]) -> None:
     assert all(m["name"] == "param" and m["dtype"] == "float32" and m["same_storage"] for m in ends)
 
 
+@pytest.mark.sweep
 def test_dry_run_is_exact_too(laptop: Run, tmp_path: Path) -> None:
     """The program that makes reference/dry-torchtitan, on a shape where every shard is padded."""
     run = replace(laptop, world="fake", steps=2, probe=Probe((2,), ""), settings={**laptop.settings, "log_freq": 100})
