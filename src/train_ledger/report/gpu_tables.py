@@ -12,6 +12,7 @@ from train_ledger.plot.data import Results
 from train_ledger.plot.schedule import config_of
 from train_ledger.reconcile.compare import rank_ranges
 from train_ledger.reconcile.rows import CLEAN
+from train_ledger.spec.hardware import datasheet_rate, flop_per_token
 
 from .tables import Column, Table
 
@@ -136,17 +137,21 @@ def time_table(sources: Sequence[Results]) -> Table:
                     "run": run,
                     "step_s": step_s,
                     "tokens_per_s": tokens / step_s if tokens else None,
+                    "mfu": _mfu(results, run, config, tokens / step_s) if tokens else None,
                     **{k: float(v) for k, v in dict(parts).items()},
                 }
             )
     return Table(
         "time",
-        "Time of a steady step: median over steps, profiled parts median over ranks and recorded steps.",
+        "Time of a steady step: median over steps, profiled parts median over ranks and recorded steps. The share of "
+        "the datasheet's rate counts 6 operations for each matrix element and token and causal attention, no "
+        "recomputation.",
         [
             Column("where", "results", "code"),
             Column("run", "run", "code"),
             Column("step_s", "step [s]", "seconds"),
             Column("tokens_per_s", "tokens a second, all ranks", "count"),
+            Column("mfu", "of the datasheet's bf16 rate [%]", "percent"),
             Column("compute_s", "compute kernels [s]", "seconds"),
             Column("communication_s", "communication kernels [s]", "seconds"),
             Column("exposed_communication_s", "of it exposed [s]", "seconds"),
@@ -155,8 +160,16 @@ def time_table(sources: Sequence[Results]) -> Table:
     )
 
 
+def _mfu(results: Results, run: str, config: Any, tokens_per_s: float) -> float | None:
+    """Model operations a second of one GPU, percent of what its datasheet states; None for a device without one."""
+    found = next((r for r in results.runs if r["run"] == run), {})
+    rates = {datasheet_rate(str(d.get("name", ""))) for d in found.get("devices", [])}
+    rate = rates.pop() if len(rates) == 1 else None
+    return 100 * flop_per_token(config) * tokens_per_s / config["world_size"] / rate if rate else None
+
+
 def nccl_table(sources: Sequence[Results]) -> Table:
-    """Three counts of the same step: calls at the dispatcher, NCCL's own records, kernels; by operation and type."""
+    """Three counts of a steady step: calls at the dispatcher, NCCL's own records, kernels; by operation and type."""
     rows: list[dict[str, Any]] = []
     for results in sources:
         for run in results.run_names:
@@ -164,20 +177,18 @@ def nccl_table(sources: Sequence[Results]) -> Table:
             if records.empty and kernels.empty:
                 continue
             rank = int(pd.concat([records["rank"], kernels["rank"]]).min())
-            calls = results.of("calls", run)
-            calls = calls[calls["rank"] == rank]
-            step = int(calls["step"].max()) if not calls.empty else 0
             counts = {
-                "calls": _counts(calls, step, rank, "op"),
-                "records": _counts(records, step, rank, "op"),
-                "kernels": _counts(kernels, step, rank, "kind"),
+                "calls": _counts(results.of("calls", run), rank, "op"),
+                "records": _counts(records, rank, "op"),
+                "kernels": _counts(kernels, rank, "kind"),
             }
             for op, dtype in sorted({k for side in counts.values() for k in side}):
                 row = {name: side.get((op, dtype), 0) for name, side in counts.items()}
                 rows.append({"where": results.name, "run": run, "rank": rank, "op": op, "dtype": dtype, **row})
     return Table(
         "nccl",
-        "The same step counted three times: calls at the dispatcher, NCCL's records, and kernels on the GPU.",
+        "A steady step counted three times: calls at the dispatcher, NCCL's records, and kernels on the GPU. On a group "
+        "of one rank no kernel runs; a send and a receive at once are one kernel.",
         [
             Column("where", "results", "code"),
             Column("run", "run", "code"),
@@ -192,6 +203,8 @@ def nccl_table(sources: Sequence[Results]) -> Table:
     )
 
 
-def _counts(frame: pd.DataFrame, step: int, rank: int, kind: str) -> dict[tuple[str, str], int]:
-    part = frame[(frame["step"] == step) & (frame["rank"] == rank)]
+def _counts(frame: pd.DataFrame, rank: int, kind: str) -> dict[tuple[str, str], int]:
+    """Of the last step that was recorded in this way: the profiled step has kernels and no calls (probe/memory.py)."""
+    part = frame[frame["rank"] == rank]
+    part = part[part["step"] == part["step"].max()]
     return {(str(op), str(dtype)): int(n) for (op, dtype), n in part.groupby([kind, "dtype"])["count"].sum().items()}
