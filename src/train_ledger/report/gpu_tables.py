@@ -187,7 +187,7 @@ def nccl_table(sources: Sequence[Results]) -> Table:
                 rows.append({"where": results.name, "run": run, "rank": rank, "op": op, "dtype": dtype, **row})
     return Table(
         "nccl",
-        "A steady step counted three times: calls at the dispatcher, NCCL's records, and kernels on the GPU. On a group "
+        "A steady step counted three times: calls at the dispatcher, NCCL's records, kernels on the GPU. On a group "
         "of one rank no kernel runs; a send and a receive at once are one kernel.",
         [
             Column("where", "results", "code"),
