@@ -112,6 +112,30 @@ def test_rank_of_something_else(tmp_path, change, key):
     refused(launch, "rank5.json", key)
 
 
+def _launch_with(tmp_path: Path, change: Any) -> Path:
+    prediction, ranks = copy.deepcopy(made_run("run", "deepspeed"))
+    change(ranks[5])
+    return write_launch(tmp_path / "launch", prediction, ranks)
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        (lambda r: r.update(steps=[]), "steps"),
+        (lambda r: r["steps"].pop(), "steps"),
+        (lambda r: r["steps"].append(r["steps"][-1]), "steps"),
+        (lambda r: r["census"]["containers"][1].update(bytes=-1), "census.containers[1].bytes"),
+        (lambda r: r["census"]["containers"][1].update(bytes=2**63), "census.containers[1].bytes"),
+        (lambda r: r["census"]["other"][0].update(count=-1), "census.other[0].count"),
+        (lambda r: r["collectives"][0].update(in_numel=-5), "collectives[0].in_numel"),
+        (lambda r: r["collectives"][0].update(count=-5), "collectives[0].count"),
+        (lambda r: r["lifeline"]["events"][0].update(storage_bytes=-5), "lifeline.events[0].storage_bytes"),
+    ],
+)
+def test_figures_that_no_rank_can_have(tmp_path, change, key):
+    refused(_launch_with(tmp_path, change), "rank5.json", key)
+
+
 def test_ranks_of_a_fake_world_may_be_few(tmp_path):
     prediction, ranks = copy.deepcopy(made_run("run", "deepspeed"))
     some = [ranks[0], ranks[5]]
@@ -173,6 +197,22 @@ def test_run_without_its_other_side(tmp_path):
         reconcile_files(predicts[1:], probes)
     with pytest.raises(DataError, match="is also in"):
         reconcile_files([*predicts, predicts[0]], probes)
+
+
+def test_half_of_the_ranks_is_not_the_run(tmp_path, capsys):
+    import pyarrow.compute as pc
+    import pyarrow.parquet as pq
+
+    results = make_results(tmp_path, {"run": "deepspeed"})
+    predict, probe = results / "predict" / "run0.json", results / "probe" / "run0.parquet"
+    table = pq.read_table(probe)
+    pq.write_table(table.filter(pc.less(table["rank"], 4)), probe)
+    sides = ["--predict", str(predict), "--probe", str(probe), "--out", str(tmp_path / "out")]
+    assert main(["reconcile", *sides]) == 2
+    assert f"{probe}: ranks: run 'run': ranks 4-7 are predicted, but not measured" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    assert main(["reconcile", *sides, "--partial"]) == 0
+    assert capsys.readouterr().out == "1 run, 4 ranks: 0 bytes, 0 calls unexplained\n"
 
 
 def test_commands_from_raw_files_to_a_clean_verdict(tmp_path, capsys):

@@ -120,10 +120,11 @@ def check_run(
     Raises:
         ConfigError: the framework or the prediction refuses the run.
         LaunchError: a rank did not finish.
+        DataError: a rank that was asked for left no measurement.
     """
     from train_ledger.launch.launcher import launch
     from train_ledger.predict import predict
-    from train_ledger.reconcile.compare import Reconciliation
+    from train_ledger.reconcile.compare import Reconciliation, check_ranks
     from train_ledger.reconcile.core import reconcile_rank
     from train_ledger.reconcile.facts import run_facts
     from train_ledger.reconcile.layout import reconcile_layout
@@ -136,6 +137,7 @@ def check_run(
     prediction = {**predict(predicted_run, ranks, step).to_dict(), "config_sha256": run.sha256()}
     launch(run, out_dir, timeout_s, ranks=ranks if world == "fake" else None, device=device)
     measured = [m for m in read_launch(out_dir).ranks if m["rank"] in ranks]
+    check_ranks(run.name, ranks, (m["rank"] for m in measured))
     out = Reconciliation([], [], [], [run_facts(prediction, measured)], {})
     for rank in measured:
         resident, collectives = reconcile_rank(prediction, rank)

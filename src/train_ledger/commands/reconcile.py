@@ -15,6 +15,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--probe", type=Path, nargs="+", required=True, metavar="FILE", help="tidy tables (Parquet)")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the CSV files and runs.json")
     parser.add_argument(
+        "--partial",
+        action="store_true",
+        help="only a part of the predicted ranks was measured (world fake); without it a missing rank is refused",
+    )
+    parser.add_argument(
         "--allow-differences",
         action="store_true",
         help="end with 0 although something differs, so that a report can show it (it will be red there)",
@@ -25,7 +30,7 @@ def main(args: argparse.Namespace) -> int:
     """Writes the files, prints the verdict and a line a difference. Strict: any difference ends with 1."""
     from train_ledger.reconcile.compare import difference_lines, reconcile_files, summary_line, write
 
-    result = reconcile_files(args.predict, args.probe)
+    result = reconcile_files(args.predict, args.probe, partial=args.partial)
     write(result, args.out)
     lines = difference_lines(result)
     for line in lines:

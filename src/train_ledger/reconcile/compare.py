@@ -40,11 +40,18 @@ class Reconciliation:
         return [r for r in (*self.resident, *self.collectives, *self.layout) if r.verdict not in rows.CLEAN]
 
 
-def reconcile_files(predict_files: Sequence[str | Path], probe_files: Sequence[str | Path]) -> Reconciliation:
+def reconcile_files(
+    predict_files: Sequence[str | Path], probe_files: Sequence[str | Path], *, partial: bool = False
+) -> Reconciliation:
     """Join predict files with tidy tables, run by run, in the order of the predict files.
 
+    Args:
+        predict_files, probe_files: one of each a run.
+        partial: only a part of the predicted ranks was measured, and that is meant: a fake world of chosen ranks.
+
     Raises:
-        DataError: a file is not as its schema says, a run is there twice, predicted but not measured, or the reverse.
+        DataError: a file is not as its schema says, a run or (unless `partial`) a rank is predicted but not measured,
+            measured but not predicted, or a run is there twice.
     """
     predictions = _by_run((read_prediction(f), f) for f in predict_files)
     measurements = _by_run(((_same_run(read_tidy(f), f)), f) for f in probe_files)
@@ -58,7 +65,7 @@ def reconcile_files(predict_files: Sequence[str | Path], probe_files: Sequence[s
     for run, (prediction, _) in predictions.items():
         ranks, file = measurements[run]
         try:
-            _reconcile_run(prediction, ranks["ranks"], out)
+            _reconcile_run(prediction, ranks["ranks"], out, partial)
         except DataError as e:
             raise DataError(e.message, file=e.file or file, key=e.key) from e
     return out
@@ -81,7 +88,22 @@ def _same_run(ranks: list[dict[str, Any]], file: str | Path) -> dict[str, Any]:
     return {"run": ranks[0]["run"], "ranks": ranks}
 
 
-def _reconcile_run(prediction: Data, ranks: Sequence[Data], out: Reconciliation) -> None:
+def check_ranks(run: str, wanted: Iterable[int], measured: Iterable[int]) -> None:
+    """Refuse a run of which a rank is missing: half of the ranks, exact, are not an exact run.
+
+    Raises:
+        DataError: names the run and the ranks that were not measured.
+    """
+    gone = set(wanted) - set(measured)
+    if gone:
+        one = len(gone) == 1
+        what = f"rank {rank_ranges(gone)} is" if one else f"ranks {rank_ranges(gone)} are"
+        raise DataError(f"run {run!r}: {what} predicted, but not measured", key="ranks")
+
+
+def _reconcile_run(prediction: Data, ranks: Sequence[Data], out: Reconciliation, partial: bool) -> None:
+    if not partial:
+        check_ranks(prediction["run"], (r["rank"] for r in prediction["ranks"]), (r["rank"] for r in ranks))
     for measured in ranks:
         ledger = predicted_rank(prediction, measured)
         step = recorded_step(prediction, measured)

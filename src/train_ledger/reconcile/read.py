@@ -35,7 +35,7 @@ def read_launch(launch_dir: str | Path) -> Launch:
     Raises:
         DataError: run.json or a rank file is missing, truncated, of another schema, not the one that run.json hashed,
             of another run or config, or measured with a framework version that the rules were not verified with; a rank
-            did not end well or is missing. Names the file and the key.
+            did not end well, is missing or trained other steps than the first. Names the file and the key.
     """
     run_file = Path(launch_dir) / "run.json"
     meta = read_json(run_file, LAUNCH_SCHEMA, "launch")
@@ -58,6 +58,7 @@ def read_launch(launch_dir: str | Path) -> Launch:
         if rank["versions"] != ranks[0]["versions"]:
             file = Path(launch_dir) / f"rank{rank['rank']}.json"
             raise DataError(f"other versions than on rank {ranks[0]['rank']}", file=file, key="versions")
+        check_steps(ranks[0], rank, Path(launch_dir) / f"rank{rank['rank']}.json")
     return Launch(meta, tuple(ranks))
 
 
@@ -79,6 +80,26 @@ def _read_rank(run_file: Path, meta: Mapping[str, Any], entry: Mapping[str, Any]
             raise DataError(f"is {data[key]!r}, but {run_file.name} says {meta[key]!r}", file=file, key=key)
     check_version(data, file)
     return data
+
+
+def check_steps(first: Mapping[str, Any], rank: Mapping[str, Any], file: str | Path) -> None:
+    """All ranks of a run train the same steps; a rank that lost some would lower a mean over ranks without a word.
+
+    Raises:
+        DataError: the two do not list the same step numbers.
+    """
+    wanted, found = ([s["step"] for s in r["steps"]] for r in (first, rank))
+    if found != wanted:
+        raise DataError(
+            f"rank {rank['rank']} has the steps {_some(found)}, rank {first['rank']} has {_some(wanted)}",
+            file=file,
+            key="steps",
+        )
+
+
+def _some(numbers: list[int], limit: int = 10) -> str:
+    more = f" and {len(numbers) - limit} more" if len(numbers) > limit else ""
+    return ", ".join(map(str, numbers[:limit])) + more
 
 
 def check_version(data: Mapping[str, Any], file: str | Path) -> None:
