@@ -13,12 +13,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from train_ledger import cli
 from train_ledger.spec.errors import ConfigError, LaunchError
 from train_ledger.workflow import envs, resume, slurm, twins
 from train_ledger.workflow.aside import set_aside
 from train_ledger.workflow.plan import Plan, load_plan
 from train_ledger.workflow.site import load_site
-from train_ledger.workflow.state import states, table
+from train_ledger.workflow.state import known_jobs, states, table
 
 ROOT = Path(__file__).parents[2]
 
@@ -252,6 +253,20 @@ def test_slurm_that_does_not_answer(commands: Callable[..., None]) -> None:
         slurm.ours()
 
 
+def test_status_where_no_cluster_answers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], commands: Callable[..., None], tmp_path: Path
+) -> None:
+    """A Slurm client without a cluster: the state of the files is printed, and one line about Slurm."""
+    commands(sbatch=(0, ""), squeue=(1, ""))
+    for part in ("config", "envs"):
+        (tmp_path / part).symlink_to(Path(__file__).parents[2] / part)
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["status", "--comparison", "laptop"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert sum("not started" in line for line in lines) == 4
+    assert lines[-1] == "Slurm does not answer: squeue: exit code 1"
+
+
 def test_status_of_what_was_never_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, commands: Callable[..., None]
 ) -> None:
@@ -262,7 +277,7 @@ def test_status_of_what_was_never_started(
     (tmp_path / "copy").mkdir()
     monkeypatch.chdir(tmp_path / "copy")
     monkeypatch.setattr(slurm, "available", lambda: False)
-    assert [s.state for s in states(made, environments)] == ["not started"] * 4 + ["open"]
+    assert [s.state for s in states(made, environments, [])] == ["not started"] * 4 + ["open"]
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path / "copy")
     job = f"9|{slurm.prefix()}_x|PENDING|Priority|0:00|{slurm.comment('launch', 'laptop', names[0])}"
@@ -276,7 +291,7 @@ def test_status_of_what_was_never_started(
         folder.mkdir(parents=True)
         (folder / "request.json").write_text(json.dumps(twins.request(sha256, "e")))
         (folder / "run.json").write_text(json.dumps({"ranks": [], "wall_s": 3.2}))
-    found = states(made, environments)
+    found = states(made, environments, known_jobs()[0])
     assert [s.state for s in found] == ["waiting", "failed", "done", "out of date", "open"]
     assert found[0].detail == "Slurm job 9: Priority, 0:00"
     assert found[1].detail == "rank 3 died"

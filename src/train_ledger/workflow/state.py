@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from train_ledger.spec.errors import LaunchError
+
 from . import resume, slurm, twins
 from .plan import Plan
 
@@ -24,14 +26,17 @@ class State:
     detail: str
 
 
-def states(plan: Plan, environments: Mapping[str, str]) -> list[State]:
-    """One state a launch, then the later stages and the verdict.
+def known_jobs() -> tuple[list[slurm.Job], str]:
+    """Jobs of this working copy that Slurm knows, and why it told none where it does not answer ("" where it does)."""
+    try:
+        return (slurm.ours() if slurm.available() else []), ""
+    except LaunchError as e:
+        return [], str(e)
 
-    Raises:
-        LaunchError: there is a Slurm, but it does not answer.
-    """
+
+def states(plan: Plan, environments: Mapping[str, str], jobs: Sequence[slurm.Job]) -> list[State]:
+    """One state a launch, from the files and Slurm's jobs, then the later stages and the verdict."""
     of = plan.comparison.name
-    jobs = slurm.ours() if slurm.available() else []
     found = []
     for name, run in plan.comparison.runs.items():
         wanted = twins.request(run.sha256(), environments[run.framework])
