@@ -179,6 +179,82 @@ def test_damaged_tidy_table(tmp_path, damage):
     assert e.value.file == file
 
 
+def _respell(file: Path, change: Any) -> None:
+    """The table with its rows changed; types, columns and metadata stay."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    table = pq.read_table(file)
+    rows = table.to_pylist()
+    change(rows)
+    pq.write_table(pa.Table.from_pylist(rows, schema=table.schema), file)
+
+
+def _first(kind: str, /, **cells: Any) -> Any:
+    return lambda rows: next(r for r in rows if r["kind"] == kind).update(cells)
+
+
+@pytest.mark.parametrize(
+    ("kind", "column"),
+    [
+        *(("container", c) for c in ("owner", "device", "step", "name", "dtype", "numel", "bytes", "count", "detail")),
+        *(("other", c) for c in ("dtype", "device", "bytes", "count", "detail")),
+        *(
+            ("collective", c)
+            for c in ("step", "op", "ranks", "name", "dtype", "in_numel", "out_numel", "count", "site")
+        ),
+        *(("group", "ranks"), ("coord", "count"), ("step", "step"), ("census", "step"), ("weight", "name")),
+        *(("lifeline", c) for c in ("micro_batch", "event", "state", "bytes")),
+        *(("rank", "detail"), ("rank", "rank"), ("rank", "kind")),
+    ],
+)
+def test_empty_cell_that_its_row_needs(tmp_path, kind, column):
+    file = make_results(tmp_path, {"run": "deepspeed"}) / "probe" / "run0.parquet"
+    _respell(file, _first(kind, **{column: None}))
+    with pytest.raises(DataError) as e:
+        read_tidy(file)
+    assert (e.value.file, e.value.key) == (file, column)
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        (_first("group", ranks="0 x"), "ranks"),
+        (_first("container", detail="{"), "detail"),
+        (_first("container", bytes=-1), "rank 0.census.containers[0].bytes"),
+        (_first("collective", phase="lunch"), "rank 0.collectives[0].phase"),
+        (_first("rank", kind="rnak"), "kind"),
+        (_first("step", name="luck"), "name"),
+        (lambda rows: rows.extend([r for r in rows if r["rank"] == 3]), "rank"),
+        (lambda rows: rows.remove(next(r for r in rows if r["kind"] == "census")), "kind"),
+        (lambda rows: rows.remove(next(r for r in rows if r["name"] == "loss")), "rank 0.steps[0].loss"),
+        (lambda rows: rows.append(next(r for r in rows if r["kind"] == "coord")), "name"),
+        (
+            lambda rows: [rows.remove(r) for r in list(rows) if (r["kind"], r["rank"], r["step"]) == ("step", 2, 4)],
+            "steps",
+        ),
+    ],
+)
+def test_tidy_row_that_no_stage_writes(tmp_path, change, key):
+    file = make_results(tmp_path, {"run": "deepspeed"}) / "probe" / "run0.parquet"
+    _respell(file, change)
+    with pytest.raises(DataError) as e:
+        read_tidy(file)
+    assert (e.value.file, e.value.key) == (file, key)
+
+
+def test_tidy_column_of_another_type(tmp_path):
+    import pyarrow.parquet as pq
+
+    file = make_results(tmp_path, {"run": "deepspeed"}) / "probe" / "run0.parquet"
+    table = pq.read_table(file)
+    at = table.schema.get_field_index("bytes")
+    pq.write_table(table.set_column(at, "bytes", table["bytes"].cast("string")), file)
+    with pytest.raises(DataError, match="is of type string, expected int64") as e:
+        read_tidy(file)
+    assert e.value.key == "bytes"
+
+
 def test_prediction_whose_sums_do_not_hold(tmp_path):
     results = make_results(tmp_path, {"run": "deepspeed"})
     file = results / "predict" / "run0.json"

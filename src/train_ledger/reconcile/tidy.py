@@ -24,8 +24,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from train_ledger.spec.errors import DataError
+from train_ledger.spec.io import validate
 
-from .read import IDENTITY, Launch
+from .read import IDENTITY, RANK_SCHEMA, Launch, check_steps
 
 TABLE_SCHEMA = "train-ledger/probe/1"
 
@@ -37,14 +38,47 @@ COLUMNS = pa.schema(
 )
 _META = (*IDENTITY, "versions", "host", "device")
 _WHOLE_PARTS = ("timeline", "peak")
+#: Columns that a row of a kind cannot do without. All kinds need `kind` and `rank`; those not listed need `detail`.
+_NEEDED: dict[str, tuple[str, ...]] = {
+    "census": ("step",),
+    "coord": ("name", "count"),
+    "group": ("name", "ranks"),
+    "step": ("step", "name"),
+    "memory": ("step", "name", "count"),
+    "container": ("step", "name", "owner", "dtype", "device", "numel", "bytes", "count", "detail"),
+    "other": ("step", "dtype", "device", "bytes", "count", "detail"),
+    "collective": ("step", "op", "ranks", "name", "dtype", "in_numel", "out_numel", "count", "phase", "site"),
+    "weight": ("name", "site", "numel"),
+    "lifeline": ("step", "micro_batch", "event", "state", "dtype", "numel", "bytes", "detail"),
+}
+#: What tells rows of a kind apart on one rank; a second row of the same is a rank, a step or a part given twice.
+_UNIQUE: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("rank", "census", "weight", "timeline", "peak"), ()),
+    "coord": ("name",),
+    "step": ("step", "name"),
+    "memory": ("step", "name"),
+}
+_STEP_FIGURES = ("loss", "grad_norm", "time_s")
 _LOOSE = {"kernel": "kernels", "record": "records", "memory_event": "memory_events"}
+KINDS = ("rank", *_NEEDED, *_LOOSE, *_WHOLE_PARTS)
 
 
 def write_tidy(launch: Launch, out: str | Path) -> None:
-    """Write the tidy table of a launch as Parquet, whole or not at all."""
+    """Write the tidy table of a launch as Parquet, whole or not at all.
+
+    Raises:
+        DataError: the file cannot be written there.
+    """
     out = Path(out)
     rows = [row for rank in launch.ranks for row in _rank_rows(rank)]
     table = pa.Table.from_pylist(rows, schema=COLUMNS)
+    try:
+        _write_whole(table, out)
+    except OSError as e:
+        raise DataError(f"cannot be written: {e.strerror or e}", file=out) from e
+
+
+def _write_whole(table: pa.Table, out: Path) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     fd, tmp = tempfile.mkstemp(dir=out.parent, prefix=f".{out.name[:50]}.", suffix=".tmp")
     os.close(fd)
@@ -61,7 +95,8 @@ def read_tidy(file: str | Path) -> list[dict[str, Any]]:
     """The rank files' contents again, in rank order.
 
     Raises:
-        DataError: missing, truncated, not a table of ours, or without a row that every rank has.
+        DataError: missing, truncated, not a table of ours, a cell that its row needs is empty or of another type, a
+            rank is there twice or trained other steps than the first, or a rank is not as its schema says.
     """
     try:
         table = pq.read_table(file)
@@ -74,13 +109,55 @@ def read_tidy(file: str | Path) -> list[dict[str, Any]]:
         raise DataError(f"is {found!r}, expected {TABLE_SCHEMA!r}", file=file, key="schema")
     if table.schema.names != COLUMNS.names:
         raise DataError(f"columns are not {', '.join(COLUMNS.names)}", file=file, key="columns")
+    for column in COLUMNS:
+        if table.schema.field(column.name).type != column.type:
+            what = f"is of type {table.schema.field(column.name).type}, expected {column.type}"
+            raise DataError(what, file=file, key=column.name)
     by_rank: dict[int, list[dict[str, Any]]] = {}
-    for row in table.to_pylist():
-        by_rank.setdefault(row["rank"], []).append(row)
     try:
-        return [_rank_data(rank, by_rank[rank]) for rank in sorted(by_rank)]
-    except (KeyError, IndexError, TypeError, ValueError) as e:
+        for i, row in enumerate(table.to_pylist()):
+            _check_row(row, i, file)
+            by_rank.setdefault(row["rank"], []).append(row)
+        ranks = [_rank_data(rank, by_rank[rank], file) for rank in sorted(by_rank)]
+    except (KeyError, IndexError, TypeError, ValueError, RecursionError) as e:
         raise DataError(f"a row is not as the stage writes it ({type(e).__name__}: {e})", file=file) from e
+    for rank in ranks:
+        validate(rank, "rank", file=file, prefix=f"rank {rank['rank']}", error=DataError)
+        check_steps(ranks[0], rank, file)
+    return ranks
+
+
+def _check_row(row: Mapping[str, Any], i: int, file: str | Path) -> None:
+    kind = row["kind"]
+    for column in ("kind", "rank"):
+        if row[column] is None:
+            raise DataError(f"row {i} has none", file=file, key=column)
+    if kind not in KINDS:
+        raise DataError(f"row {i} is {kind[:50]!r}, which is none of {', '.join(KINDS)}", file=file, key="kind")
+    for column in _NEEDED.get(kind, ("detail",)):
+        if row[column] is None:
+            raise DataError(f"row {i}, a {kind} of rank {row['rank']}, has none", file=file, key=column)
+    if kind == "step" and row["name"] not in _STEP_FIGURES:
+        what = f"row {i} is {row['name'][:50]!r}, which is no figure of a step"
+        raise DataError(what, file=file, key="name")
+    for column, parse in (("ranks", _numbers), ("detail", json.loads)):
+        try:
+            if row[column] is not None:
+                parse(row[column])
+        except ValueError as e:
+            what = f"row {i}, a {kind} of rank {row['rank']}, cannot be read: {e}"
+            raise DataError(what, file=file, key=column) from e
+
+
+def _refuse_twice(rank: int, kinds: Mapping[str, Iterable[Mapping[str, Any]]], file: str | Path) -> None:
+    for kind, columns in _UNIQUE.items():
+        seen = set()
+        for row in kinds.get(kind, []):
+            which = tuple(row[c] for c in columns)
+            if which in seen:
+                named = " ".join([kind, *map(str, which)]) if kind != "rank" else "it"
+                raise DataError(f"rank {rank}: {named} is there twice", file=file, key=columns[-1] if columns else kind)
+            seen.add(which)
 
 
 def _rank_rows(data: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -93,7 +170,7 @@ def _rank_rows(data: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     for g in data["groups"]:
         yield row("group", name=g["name"], ranks=_spaced(g["ranks"]))
     for s in data["steps"]:
-        for name in ("loss", "grad_norm", "time_s"):
+        for name in _STEP_FIGURES:
             yield row("step", step=s["step"], name=name, value=s[name])
         for name, count in sorted((s["memory"] or {}).items()):
             yield row("memory", step=s["step"], name=name, count=count)
@@ -122,10 +199,14 @@ def _rank_rows(data: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             yield row(kind, detail=_json(data[kind]))
 
 
-def _rank_data(rank: int, rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def _rank_data(rank: int, rows: Iterable[Mapping[str, Any]], file: str | Path) -> dict[str, Any]:
     kinds: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
         kinds.setdefault(row["kind"], []).append(row)
+    for kind in ("rank", "census"):
+        if kind not in kinds:
+            raise DataError(f"rank {rank} has no row of kind {kind}", file=file, key="kind")
+    _refuse_twice(rank, kinds, file)
 
     def some(kind: str) -> list[Mapping[str, Any]]:
         return kinds.get(kind, [])
@@ -163,7 +244,7 @@ def _rank_data(rank: int, rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         for w in some("weight")
     ]
     out = {
-        "schema": "train-ledger/rank/1",
+        "schema": RANK_SCHEMA,
         "rank": rank,
         **json.loads(some("rank")[0]["detail"]),
         "coords": {r["name"]: r["count"] for r in some("coord")},
