@@ -10,6 +10,7 @@ import importlib
 import os
 import pkgutil
 import sys
+from types import ModuleType
 
 from . import __version__, commands
 from .spec.errors import LaunchError, LedgerError
@@ -19,27 +20,47 @@ def _names() -> list[str]:
     return sorted(m.name for m in pkgutil.iter_modules(commands.__path__))
 
 
-def parser(chosen: str | None = None) -> argparse.ArgumentParser:
-    """The argument parser.
-
-    With `chosen`, only that command's module is imported, so that `predict` never waits for others.
-    """
+def parser() -> argparse.ArgumentParser:
+    """The argument parser with every command, for the help and for a command that there is not."""
     top = argparse.ArgumentParser(prog="train-ledger", description=__doc__.split("\n")[0], allow_abbrev=False)
     top.add_argument("--version", action="version", version=f"train-ledger {__version__}")
     sub = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name in _names() if chosen is None else [chosen]:
-        module = importlib.import_module(f"{commands.__name__}.{name}")
-        part = sub.add_parser(name, help=module.HELP, description=module.HELP, allow_abbrev=False)
-        module.add_arguments(part)
-        part.set_defaults(main=module.main)
+    for name in _names():
+        module = _module(name)
+        _fill(sub.add_parser(name, help=module.HELP, description=module.HELP, allow_abbrev=False), module)
     return top
+
+
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(f"{commands.__name__}.{name}")
+
+
+def _fill(part: argparse.ArgumentParser, module: ModuleType) -> None:
+    module.add_arguments(part)
+    part.set_defaults(main=module.main)
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The arguments of a command line.
+
+    Only the command's own module is imported, so that `predict` never waits for others. Options may stand between
+    positional arguments (`export RUN.yaml --model M DIR`).
+    """
+    if not argv or argv[0] not in _names():
+        return parser().parse_args(argv)
+    module = _module(argv[0])
+    part = argparse.ArgumentParser(prog=f"train-ledger {argv[0]}", description=module.HELP, allow_abbrev=False)
+    _fill(part, module)
+    part.set_defaults(command=argv[0])
+    # argparse cannot mix options into the arguments of a command that has commands of its own (evidence).
+    nested = any(action.nargs == argparse.PARSER for action in part._actions)
+    return part.parse_args(argv[1:]) if nested else part.parse_intermixed_args(argv[1:])
 
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point. Exit codes: 0 done, 1 a difference or a failed run, 2 bad input."""
     argv = sys.argv[1:] if argv is None else argv
-    chosen = argv[0] if argv and argv[0] in _names() else None
-    args = parser(chosen).parse_args(argv)
+    args = parse(argv)
     try:
         return int(args.main(args))
     except LaunchError as e:
@@ -51,6 +72,11 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as e:
+        # An output that cannot be written, mostly; `filename2` is the file that a finished one was to replace.
+        where = e.filename2 or e.filename
+        print(f"train-ledger {args.command}: {f'{where}: ' if where else ''}{e.strerror or e}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         return 130
 

@@ -46,6 +46,8 @@ def run_from(args: argparse.Namespace) -> Run:
         value = getattr(args, key)
         if value is not None:
             option = f"--{key.replace('_', '-')}"
+            if key in overrides:
+                raise ConfigError(f"is given twice, by {option} and by --set {key}=…", key=option)
             overrides |= override([f"{key}={value}"], option=option) if key == "seq_length" else {key: value}
     ways = [w for w in ("run", "megatron_args", "deepspeed", "torchtitan") if getattr(args, w) is not None]
     if len(ways) != 1:

@@ -14,17 +14,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Prints a line a launch, failed stages, and the verdict. Exit code 1 when something failed or differs."""
+    """Prints a line a launch, failed stages, and the verdict. Exit code 1 when something failed or differs.
+
+    Where Slurm does not answer, one line says so, and the states are those that the files here tell.
+    """
     from train_ledger.spec.io import read_yaml
     from train_ledger.workflow.envs import identity
     from train_ledger.workflow.plan import load_plan
-    from train_ledger.workflow.state import states, table
+    from train_ledger.workflow.state import known_jobs, states, table
 
     config = read_yaml(Path("config") / "config.yaml")
     if args.comparison:
         config["comparison"] = args.comparison
     plan = load_plan(config)
     environments = {run.framework: identity(Path("envs") / f"{run.framework}.yaml") for run in plan.runs.values()}
-    found = states(plan, environments)
+    jobs, silence = known_jobs()
+    found = states(plan, environments, jobs)
     print(table(found))
+    if silence:
+        print(f"Slurm does not answer: {silence}")
     return int(any(s.state in ("failed", "not reconciled", "damaged") for s in found))
