@@ -210,3 +210,35 @@ def test_runs_that_were_not_read_from_a_run_file(folder):
     assert "x.sh: world_size: is missing" in said(
         resolve_run, "x", {"framework": "megatron"}, "x.sh", folder, model=model
     )
+
+
+def test_a_models_name_away_from_config(folder, tmp_path, monkeypatch):
+    """Beside the run file's folder first, then ./config, then the checkout."""
+    away = tmp_path / "elsewhere/deep/a.yaml"
+    away.parent.mkdir(parents=True)
+    away.write_text((folder / "runs/a.yaml").read_text())
+    assert "no model 'small'; known: none in" in said(load_run, away)
+    assert load_run(away, overrides={"model": "laptop"}).model == load_model("laptop", CONFIG)
+    (tmp_path / "here/config/models").mkdir(parents=True)
+    (tmp_path / "here/config/models/small.yaml").write_text((folder / "models/small.yaml").read_text())
+    monkeypatch.chdir(tmp_path / "here")
+    assert load_run(away).model == load_model("small", folder)
+    assert "small in config/models; laptop, " in said(load_run, away, overrides={"model": "nope"})
+
+
+@pytest.mark.parametrize("name", ["nope", "model.layers.99.self_attn.o_proj.weight", "lm_head"])
+def test_the_followed_weight_is_one_of_the_models(folder, name):
+    words = said(load_run, folder / "runs/a.yaml", overrides={"probe": {"lifeline_weight": name}})
+    assert f"probe.lifeline_weight: the model has no weight {name!r}; names are Hugging Face Llama's" in words
+
+
+def test_following_no_weight_and_one_of_a_single_layer(folder):
+    path, none = folder / "runs/a.yaml", {"probe": {"lifeline_weight": ""}}
+    assert load_run(path).probe.lifeline_weight == "model.layers.1.self_attn.o_proj.weight"
+    assert load_run(path, overrides=none).probe.lifeline_weight == ""
+    model = folder / "models/small.yaml"
+    model.write_text(model.read_text().replace("num_layers: 2", "num_layers: 1"))
+    assert load_run(path).probe.lifeline_weight == "model.layers.0.self_attn.o_proj.weight"
+    assert load_run(path, overrides=none).probe.lifeline_weight == ""
+    asked = {"probe": {"lifeline_weight": "model.layers.1.self_attn.o_proj.weight"}}
+    assert "the model has no weight" in said(load_run, path, overrides=asked)

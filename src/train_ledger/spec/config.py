@@ -30,7 +30,9 @@ class Comparison:
 
 
 def load_model(name_or_path: str, config_dir: str | Path, *, file: str | Path | None = None) -> ModelShape:
-    """The model `config/models/<name>.yaml`, or the one in a file given by path (it ends in .yaml or .yml).
+    """The model `models/<name>.yaml` of a config folder, or the one in a file given by path (it ends in .yaml or .yml).
+
+    A name is looked up in `config_dir`, then in ./config, then in the checkout's config/: a run file may be anywhere.
 
     Raises:
         ConfigError: no such model, an unknown key, a size that cannot be.
@@ -38,13 +40,23 @@ def load_model(name_or_path: str, config_dir: str | Path, *, file: str | Path | 
     path = Path(name_or_path)
     if path.suffix not in {".yaml", ".yml"}:
         check_name(name_or_path, file=file, key="model")
-        path = Path(config_dir) / "models" / f"{name_or_path}.yaml"
-        if not path.is_file():
-            known = ", ".join(sorted(p.stem for p in path.parent.glob("*.yaml"))) or "none"
-            raise ConfigError(
-                f"there is no model {name_or_path!r} in {path.parent}; known: {known}", file=file, key="model"
+        folders = _model_folders(config_dir)
+        path = next((p for folder in folders if (p := folder / f"{name_or_path}.yaml").is_file()), Path())
+        if not path.name:
+            known = "; ".join(
+                f"{', '.join(sorted(p.stem for p in folder.glob('*.yaml'))) or 'none'} in {folder}"
+                for folder in folders
+                if folder.is_dir() or folder == folders[0]
             )
+            raise ConfigError(f"there is no model {name_or_path!r}; known: {known}", file=file, key="model")
     return model_shape(check_name(path.stem, file=path), read_yaml(path), path)
+
+
+def _model_folders(config_dir: str | Path) -> list[Path]:
+    """Where a model's name is looked up, first to last, each folder once."""
+    checkout = Path(__file__).resolve().parents[3]
+    folders = {(Path(c) / "models").resolve(): Path(c) / "models" for c in (config_dir, "config", checkout / "config")}
+    return list(folders.values())
 
 
 def model_shape(name: str, data: Mapping[str, Any], path: str | Path) -> ModelShape:
@@ -118,6 +130,7 @@ def resolve_run(
     for key in ("model", "world"):
         if key in defaults and key not in (overrides or {}):
             data[key] = defaults[key]
+    weight_is_given = "lifeline_weight" in (data.get("probe") or {})
     data = fill_defaults(data, schema("run"))
     framework = data["framework"]
     foreign = [f for f in FRAMEWORKS if f in data and f != framework]
@@ -130,6 +143,9 @@ def resolve_run(
     seed = data["seed"] if data["seed"] is not None else defaults.get("seed", 1234)
     model = model or load_model(data["model"], config_dir, file=path)
     probe = data["probe"]
+    if model.num_layers == 1 and not weight_is_given:
+        # The schema's default is in layer 1, the second one.
+        probe["lifeline_weight"] = probe["lifeline_weight"].replace(".layers.1.", ".layers.0.")
     run = Run(
         name=name,
         framework=framework,

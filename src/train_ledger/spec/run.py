@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from .errors import ConfigError
-from .model import ModelShape
+from .model import ModelShape, canonical_tensors
 
 
 @dataclass(frozen=True)
@@ -156,3 +156,10 @@ def check_layout(run: Run) -> None:
     late = [s for s in run.probe.collective_steps if s > run.steps]
     if late:
         refuse("probe.collective_steps", f"{late} come after the last step, {run.steps}")
+    weight = run.probe.lifeline_weight
+    if weight and weight not in {tensor.name for tensor in canonical_tensors(m)}:
+        refuse(
+            "probe.lifeline_weight",
+            f"the model has no weight {weight[:120]!r}; names are Hugging Face Llama's, as model.norm.weight or "
+            f"model.layers.N.self_attn.o_proj.weight with N from 0 to {m.num_layers - 1}; '' follows none",
+        )
