@@ -176,10 +176,39 @@ def test_explain_from_the_numbers_of_the_run(capsys):
         (["groups", MEGATRON, "--rank", "99"], "is not a rank of a world of 8"),
         (["diff", MEGATRON], "give a second run"),
         (["explain", "why", MEGATRON], "is not a question"),
+        (["predict", MEGATRON, "--model", "laptop", "--set", "model=llama3-8b"], "--model: is given twice"),
+        (["predict", MEGATRON, "--seq-length", "8", "--set", "seq_length=9"], "--seq-length: is given twice"),
+        (
+            ["predict", MEGATRON, "--set", "probe.lifeline_weight=nope"],
+            "--set: probe.lifeline_weight: the model has no",
+        ),
+        (
+            ["weights", "--model", "laptop", "--config", str(ROOT / "config"), "--out", "/dev/null/x", "--record-only"],
+            "train-ledger weights: /dev/null: File exists",
+        ),
+        (["export", MEGATRON, "/dev/null/x"], "/dev/null/x: cannot be written: Not a directory"),
     ],
 )
 def test_a_mistake_is_one_line(capsys, argv, words):
     assert words in run(capsys, *argv, code=2)
+
+
+@pytest.mark.parametrize("path", [MEGATRON, DEEPSPEED, TORCHTITAN])
+@pytest.mark.parametrize("world", ["cpu", "nccl"])
+def test_a_prediction_is_of_a_gpu(capsys, path, world):
+    data = json.loads(run(capsys, "predict", path, "--set", f"world={world}", "--format", "json"))
+    found = {c["name"]: c["device"] for r in data["ranks"] for c in r["containers"]}
+    assert {found[name] for name in ("param", "exp_avg", "exp_avg_sq")} == {"cuda"}
+    on_host = {name for name, device in found.items() if device == "cpu"}
+    assert on_host <= {"step", "batch", "device_mesh", "mtp_loss_scale"}
+
+
+def test_options_stand_anywhere(capsys, tmp_path):
+    text = run(capsys, "export", MEGATRON, "--model", "laptop", str(tmp_path / "out"), "--set", "steps=3")
+    assert str(tmp_path / "out/run.sh") in text.split()
+    assert run(capsys, "diff", MEGATRON, "--step", "first", DEEPSPEED) == run(
+        capsys, "diff", "--step", "first", MEGATRON, DEEPSPEED
+    )
 
 
 def test_a_comparisons_override_is_blamed_on_the_comparison(capsys, tmp_path):

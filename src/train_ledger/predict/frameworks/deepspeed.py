@@ -81,17 +81,12 @@ def rank_ledger(run: Run, rank: int, step: str = "steady") -> RankLedger:
     kept: tuple[Container, ...]
     sent: tuple[Collective, ...]
     if isinstance(plan, zero3.Zero3):
-        kept = zero3.containers(plan, zero3.own_numel(plan, rank), device(run))
+        kept = zero3.containers(plan, zero3.own_numel(plan, rank))
         sent = zero3_replay.collectives(plan, "first" if step == "first" else "steady")
     else:
-        kept = zero12.containers(plan, zero12.own_numels(plan, rank), device(run))
+        kept = zero12.containers(plan, zero12.own_numels(plan, rank))
         sent = zero12.collectives(plan)
     return RankLedger(rank, coords(run, rank), kept, sent)
-
-
-def device(run: Run) -> str:
-    """Where tensors are: `cpu` in the worlds that have no GPU."""
-    return "cuda" if run.world in ("shared", "nccl") else "cpu"
 
 
 Plan = zero3.Zero3 | zero12.Zero12

@@ -77,10 +77,10 @@ def own_numels(z: Zero12, rank: int) -> tuple[int, ...]:
 
 
 @functools.lru_cache(maxsize=1024)
-def containers(z: Zero12, own: tuple[int, ...], device: str) -> tuple[Container, ...]:
+def containers(z: Zero12, own: tuple[int, ...]) -> tuple[Container, ...]:
     """What a rank with `own` elements of each group keeps between steps."""
     if z.stage == 0:
-        return _unsharded(z, device)
+        return _unsharded(z)
     parts = z.partition_numels
     whole = [part * z.world_size for part in parts]
     total = sum(z.group_numels)
@@ -88,7 +88,7 @@ def containers(z: Zero12, own: tuple[int, ...], device: str) -> tuple[Container,
     source = BF16 if z.bf16_optimizer else STAGE12
 
     def part(name: str, owner: str, rule: str) -> Container:
-        return Container(name, owner, "float32", mine, padding, device, rule, _blocks(4 * n for n in parts))
+        return Container(name, owner, "float32", mine, padding, "cuda", rule, _blocks(4 * n for n in parts))
 
     out = [
         Container(
@@ -97,7 +97,7 @@ def containers(z: Zero12, own: tuple[int, ...], device: str) -> tuple[Container,
             "bfloat16",
             total,
             sum(whole) - total,
-            device,
+            "cuda",
             f"{source}:flatten_dense_tensors_aligned",
             _blocks(2 * n for n in whole),
         ),
@@ -115,7 +115,7 @@ def containers(z: Zero12, own: tuple[int, ...], device: str) -> tuple[Container,
                 "float32",
                 total,
                 sum(whole) - total,
-                device,
+                "cuda",
                 f"{BF16}:_setup_for_real_optimizer",
                 _blocks(4 * n for n in whole),
             )
@@ -123,19 +123,19 @@ def containers(z: Zero12, own: tuple[int, ...], device: str) -> tuple[Container,
         n = len(z.trace.numels)
         out.append(
             Container(
-                "norm_buffer", "framework", "float32", n, 0, device, f"{UTILS}:get_global_norm_of_tensors", ((4, n),)
+                "norm_buffer", "framework", "float32", n, 0, "cuda", f"{UTILS}:get_global_norm_of_tensors", ((4, n),)
             )
         )
-    out.append(Container("global_grad_norm", "framework", "float32", 1, 0, device, f"{source}:step", ((4, 1),)))
+    out.append(Container("global_grad_norm", "framework", "float32", 1, 0, "cuda", f"{source}:step", ((4, 1),)))
     return tuple(out)
 
 
-def _unsharded(z: Zero12, device: str) -> tuple[Container, ...]:
+def _unsharded(z: Zero12) -> tuple[Container, ...]:
     """Stage 0: one tensor a parameter of each kind, nothing padded (unfused_optimizer.py:__init__)."""
     total, count = sum(z.group_numels), len(z.trace.numels)
 
     def every(name: str, owner: str, dtype: str, size: int, rule: str) -> Container:
-        return Container(name, owner, dtype, total, 0, device, rule, _blocks(size * n for n in z.trace.numels))
+        return Container(name, owner, dtype, total, 0, "cuda", rule, _blocks(size * n for n in z.trace.numels))
 
     return (
         every("param", "framework", "bfloat16", 2, f"{ENGINE}:_configure_distributed_model"),

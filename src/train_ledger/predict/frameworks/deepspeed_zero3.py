@@ -75,7 +75,7 @@ def own_numel(z: Zero3, rank: int) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def containers(z: Zero3, own: int, device: str) -> tuple[Container, ...]:
+def containers(z: Zero3, own: int) -> tuple[Container, ...]:
     """What a rank with `own` elements of the parameters keeps between steps.
 
     Measured to the byte: (2 + 4 + 8 + g) M + c B + persisted + scalars, with M the padded shards, B the bucket.
@@ -85,7 +85,7 @@ def containers(z: Zero3, own: int, device: str) -> tuple[Container, ...]:
     fp32_blocks = blocks(4 * n for n in groups)
 
     def sharded(name: str, owner: str, dtype: str, rule: str, size: tuple[tuple[int, int], ...]) -> Container:
-        return Container(name, owner, dtype, own, padded - own, device, rule, size)
+        return Container(name, owner, dtype, own, padded - own, "cuda", rule, size)
 
     out = [
         sharded("param", "framework", "bfloat16", f"{STAGE3}:defragment", ((2 * padded, 1),)),
@@ -121,20 +121,20 @@ def containers(z: Zero3, own: int, device: str) -> tuple[Container, ...]:
                 z.comm_dtype,
                 size,
                 0,
-                device,
+                "cuda",
                 f"{STAGE3}:_setup_for_real_optimizer",
                 block,
             )
         )
-    out += persisted(z, device)
+    out += persisted(z)
     out += [
-        Container("inf_or_nan_tracker", "framework", "bool", 1, 0, device, f"{STAGE3}:__init__", ((1, 1),)),
-        Container("global_grad_norm", "framework", "float64", 1, 0, device, f"{STAGE3}:step", ((8, 1),)),
+        Container("inf_or_nan_tracker", "framework", "bool", 1, 0, "cuda", f"{STAGE3}:__init__", ((1, 1),)),
+        Container("global_grad_norm", "framework", "float64", 1, 0, "cuda", f"{STAGE3}:step", ((8, 1),)),
     ]
     return tuple(out)
 
 
-def persisted(z: Zero3, device: str) -> list[Container]:
+def persisted(z: Zero3) -> list[Container]:
     """Parameters that are gathered after each step and stay whole."""
     whole = [p for p in range(len(z.trace.numels)) if z.persists(p)]
     # On one rank nothing is gathered, the shard itself is used (partition_parameters.py:NoGatherCoalescedHandle); but
@@ -146,7 +146,7 @@ def persisted(z: Zero3, device: str) -> list[Container]:
     rule = f"{PARTITION}:{persist_function(whole)}"
     return [
         Container(
-            "persisted_param", "framework", "bfloat16", numel, sum(sizes) // 2 - numel, device, rule, blocks(sizes)
+            "persisted_param", "framework", "bfloat16", numel, sum(sizes) // 2 - numel, "cuda", rule, blocks(sizes)
         )
     ]
 

@@ -55,8 +55,6 @@ def rank_ledger(run: Run, rank: int, step: str = "steady") -> RankLedger:
 
 
 def _containers(run: Run, layout: Layout) -> Iterator[Container]:
-    device = "cuda" if run.world in ("shared", "nccl") else "cpu"
-
     def container(
         name: str,
         owner: str,
@@ -69,7 +67,7 @@ def _containers(run: Run, layout: Layout) -> Iterator[Container]:
     ) -> Container:
         size = element_bytes(dtype)
         blocks = tuple((n * size, count) for n, count in sorted(storages.items(), reverse=True))
-        return Container(name, owner, dtype, numel, pad_numel, "cpu" if on_host else device, rule, blocks)
+        return Container(name, owner, dtype, numel, pad_numel, "cpu" if on_host else "cuda", rule, blocks)
 
     owned = padded = 0
     storages: Counter[int] = Counter()
