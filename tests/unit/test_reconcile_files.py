@@ -312,6 +312,33 @@ def test_commands_from_raw_files_to_a_clean_verdict(tmp_path, capsys):
     ]
 
 
+@pytest.mark.parametrize("command", ["probe", "reconcile"])
+@pytest.mark.parametrize("blocked", ["folder", "file above", "no permission"])
+def test_output_that_cannot_be_written(tmp_path, command, blocked, capsys):
+    results = make_results(tmp_path / "r", {"run": "deepspeed"})
+    target = tmp_path / "out"
+    if blocked == "file above":
+        target.write_text("a file")
+        target = target / "run"
+    elif blocked == "no permission":
+        target = Path("/proc/run")  # where root may not write either
+    elif command == "probe":
+        target.mkdir()
+    else:
+        (target / "resident.csv").mkdir(parents=True)
+    words = {
+        "probe": ["probe", str(results / "launch" / "run0")],
+        "reconcile": [
+            *("reconcile", "--predict", str(results / "predict" / "run0.json")),
+            *("--probe", str(results / "probe" / "run0.parquet")),
+        ],
+    }[command]
+    assert main([*words, "--out", str(target)]) == 2
+    assert f"{target}" in (said := capsys.readouterr().err)
+    assert "cannot be written" in said
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
 def _spoil(prediction: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
     if prediction["framework"] == "megatron":
         for r in ranks[:4]:

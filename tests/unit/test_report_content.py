@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_results import RUNS, make_paper, make_parity, make_results, on_gpu
+from made_results import RUNS, make_paper, make_parity, make_results, on_gpu, restamp
 
 from train_ledger.cli import main
 from train_ledger.plot.data import read_results
 from train_ledger.plot.make import make_figures
 from train_ledger.report.answers import verdict
 from train_ledger.report.build import build_report
+from train_ledger.report.gpu_tables import evidence_table
 from train_ledger.report.tables import Column, Table, latex, raw, show, to_csv, to_latex
 from train_ledger.spec.errors import DataError
 
@@ -75,9 +76,10 @@ def test_verdict_and_answer(whole):
     text = whole[1].text
     assert "✓ all 4 runs, 32 ranks: 0 bytes, 0 calls unexplained" in text
     assert "✗" not in text
-    assert "whole, in bfloat16, as a view of a larger buffer that stays allocated" in text
-    assert "ranks 0-7: 1/8 in main_param (float32)" in text
-    assert "ranks 0-7: 1/4 in param (float32, the weight itself)" in text
+    assert "whole matrix, in bfloat16, as a view of a larger buffer that stays allocated" in text
+    assert "its bfloat16 shard (1/8 of the matrix) stays in the flat param container on each rank" in text
+    assert "ranks 0-7: 1/8 of the matrix in main_param (float32)" in text
+    assert "ranks 0-7: 1/4 of the matrix in param (float32, the weight itself)" in text
 
 
 def test_parity_is_told(whole):
@@ -277,13 +279,10 @@ def test_only_a_prediction(tmp_path):
     assert "93,184" in page.text
 
 
-def test_no_figures_and_no_stage_at_all(tmp_path):
+def test_no_figures(tmp_path):
     folder = make_results(tmp_path / "laptop")
     page = Page(build_report(folder).read_text(encoding="utf-8"))
     assert "svg" not in {tag for tag, _ in page.tags}
-    (tmp_path / "empty").mkdir()
-    page = build(tmp_path / "empty")
-    assert "0 runs predicted, nothing measured" in page.text
 
 
 def test_losses_that_are_not_there(tmp_path):
@@ -317,6 +316,7 @@ def test_nan_in_a_table_is_a_dash(tmp_path):
     folder = make_results(tmp_path / "laptop", {"run": "deepspeed"})
     steps = folder / "reconcile" / "steps.csv"
     steps.write_text(steps.read_text().replace("6.4,", "nan,"))
+    restamp(folder / "reconcile")
     page = build(folder)
     assert "6.300000" in page.text
     assert "nan" not in page.text.lower().split()
@@ -333,6 +333,54 @@ def test_damaged_files_are_one_clear_error(tmp_path, name, capsys):
     assert main(["report", str(folder)]) == 2
     assert name in capsys.readouterr().err
     assert main(["report", str(tmp_path / "nowhere")]) == 2
+
+
+@pytest.mark.parametrize("name", ["resident.csv", "layout.csv", "peaks.csv"])
+def test_a_table_that_is_not_the_one_that_was_written(tmp_path, name, capsys):
+    folder = make_results(tmp_path / "one", {"run": "deepspeed"}, on_gpu)
+    file = folder / "reconcile" / name
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(lines[:-1]))  # whole rows are gone: complete CSV, and all that is left is exact
+    assert main(["report", str(folder), "--strict"]) == 2
+    assert f"{file}: has {len(lines) - 2} rows, runs.json says {len(lines) - 1}" in capsys.readouterr().err
+    file.write_text("".join(lines).replace("0", "1"))
+    with pytest.raises(DataError, match="other bytes than were written") as e:
+        read_results(folder)
+    assert e.value.file == file
+
+
+def test_tables_that_runs_json_does_not_know(tmp_path):
+    folder = make_results(tmp_path / "one", {"run": "deepspeed"})
+    file = folder / "reconcile" / "runs.json"
+    data = json.loads(file.read_text())
+    del data["files"]
+    file.write_text(json.dumps(data))
+    with pytest.raises(DataError) as e:
+        read_results(folder)
+    assert (e.value.file, e.value.key) == (file, "files")
+
+
+def test_strict_wants_a_measurement(tmp_path, capsys):
+    folder = make_paper(tmp_path / "paper")
+    assert main(["report", str(folder), "--strict"]) == 1
+    assert "4 runs predicted, nothing measured" in (folder / "report.html").read_text(encoding="utf-8")
+    assert "nothing was measured" in capsys.readouterr().err
+
+
+def test_an_empty_folder_is_no_report(tmp_path, capsys):
+    assert main(["report", str(tmp_path)]) == 2
+    assert f"{tmp_path}: holds no results" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bytes_left_over_are_in_the_verdict(tmp_path):
+    def change(prediction: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
+        on_gpu(prediction, ranks)
+        ranks[3]["census"]["other"] = [{"dtype": "int64", "shape": [3], "bytes": 24, "count": 1, "device": "cuda:0"}]
+
+    results = read_results(make_results(tmp_path / "x", {"run": "deepspeed"}, change))
+    found = {r["ranks"]: (r["left_bytes"], r["verdict"]) for r in evidence_table([results]).rows}
+    assert found == {"0-2, 4-7": (0, "exact"), "3": (24, "exact but for 24 B that are not the framework's")}
 
 
 def test_verdict_counts_what_is_missing(tmp_path):

@@ -23,7 +23,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="results folder of reconciled measurements on GPUs to show beside it; may be given more than once",
     )
-    parser.add_argument("--strict", action="store_true", help="end with 1 if anything is not exact")
+    parser.add_argument(
+        "--strict", action="store_true", help="end with 1 if anything is not exact or nothing was measured"
+    )
 
 
 def main(args: argparse.Namespace) -> int:
@@ -38,7 +40,8 @@ def main(args: argparse.Namespace) -> int:
     page = build_report(args.results, args.paper, find_source(), args.evidence)
     found = verdict(read_results(args.results))
     print(f"{page}: {found.text}")
-    if args.strict and found.state == "differs":
-        print("train-ledger report: not everything is exact", file=sys.stderr)
+    if args.strict and found.state != "exact":
+        why = "nothing was measured" if found.state == "predicted" else "not everything is exact"
+        print(f"train-ledger report: {why}", file=sys.stderr)
         return 1
     return 0

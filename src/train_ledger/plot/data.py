@@ -10,7 +10,7 @@ from typing import Any
 
 import pandas as pd
 
-from train_ledger.reconcile.compare import RUNS_SCHEMA
+from train_ledger.reconcile.compare import RUNS_FILE, RUNS_SCHEMA, check_written
 from train_ledger.reconcile.facts import FACT_TABLES
 from train_ledger.reconcile.read import read_prediction
 from train_ledger.reconcile.rows import CollectiveRow, LayoutRow, ResidentRow, columns
@@ -88,7 +88,7 @@ def read_results(folder: str | Path) -> Results:
     """A results folder, `results/<comparison>/`.
 
     Raises:
-        DataError: there is no such folder, or a file in it is not as its stage writes it.
+        DataError: there is no such folder, it holds no results, or a file in it is not as its stage writes it.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -99,18 +99,21 @@ def read_results(folder: str | Path) -> Results:
         predictions[data["run"]] = data
     missing = [] if predictions else ["predict"]
     runs: Sequence[Mapping[str, Any]] = ()
-    if (folder / "reconcile" / "runs.json").is_file():
-        runs = _read_runs(folder / "reconcile" / "runs.json")
+    if (folder / "reconcile" / RUNS_FILE).is_file():
+        runs = _read_runs(folder / "reconcile" / RUNS_FILE)
         tables = {name: _read_table(folder / "reconcile" / f"{name}.csv", TABLES[name]) for name in TABLES}
     else:
         missing.append("reconcile")
         tables = {name: _typed(pd.DataFrame(columns=TABLES[name], dtype=str)) for name in TABLES}
+    parity = read_parity(folder / "parity")
+    if not runs and not predictions and parity is None:
+        raise DataError("holds no results: neither predict/*.json nor reconcile/runs.json with a run", file=folder)
     return Results(
         folder.resolve().name,
         runs,
         tables,
         predictions,
-        read_parity(folder / "parity"),
+        parity,
         tuple(missing),
     )
 
@@ -138,6 +141,7 @@ def _read_runs(file: Path) -> Sequence[Mapping[str, Any]]:
     wanted = {"run", "framework", "world", "world_size", "versions", "hosts", "devices", "ranks", "groups"}
     if not isinstance(runs, list) or not all(isinstance(r, dict) and wanted <= set(r) for r in runs):
         raise DataError(f"must list runs with {', '.join(sorted(wanted))}", file=file, key="runs")
+    check_written(file.parent, TABLES, data.get("files"))
     return runs
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from .rows import CollectiveRow, LayoutRow, ResidentRow
 from .tidy import read_tidy
 
 RUNS_SCHEMA = "train-ledger/reconcile/1"
+RUNS_FILE = "runs.json"
 
 Data = Mapping[str, Any]
 
@@ -126,17 +128,68 @@ def _other_steps(prediction: Data, ledger: Data, measured: Data, compared: int) 
 
 
 def write(result: Reconciliation, out_dir: str | Path) -> None:
-    """resident.csv, collectives.csv, layout.csv, one CSV a table of facts, and runs.json, each whole or not at all."""
+    """resident.csv, collectives.csv, layout.csv, one CSV a table of facts, and runs.json, each whole or not at all.
+
+    runs.json is last and says of each CSV how many rows it has and its sha256: a reader sees whether they belong
+    together (`check_written`).
+
+    Raises:
+        DataError: a file cannot be written there.
+    """
     out_dir = Path(out_dir)
-    for name, found, row in (
-        ("resident", result.resident, ResidentRow),
-        ("collectives", result.collectives, CollectiveRow),
-        ("layout", result.layout, LayoutRow),
-    ):
-        write_text(out_dir / f"{name}.csv", _csv(rows.columns(row), rows.to_dicts(found)))
-    for name, columns in FACT_TABLES.items():
-        write_text(out_dir / f"{name}.csv", _csv(columns, result.facts[name]))
-    write_json(out_dir / "runs.json", {"schema": RUNS_SCHEMA, "runs": result.runs})
+    texts = {
+        "resident.csv": _csv(rows.columns(ResidentRow), rows.to_dicts(result.resident)),
+        "collectives.csv": _csv(rows.columns(CollectiveRow), rows.to_dicts(result.collectives)),
+        "layout.csv": _csv(rows.columns(LayoutRow), rows.to_dicts(result.layout)),
+        **{f"{name}.csv": _csv(columns, result.facts[name]) for name, columns in FACT_TABLES.items()},
+    }
+    files = {name: file_entry(text.encode()) for name, text in texts.items()}
+    for name, text in texts.items():
+        _write(write_text, out_dir / name, text)
+    _write(write_json, out_dir / RUNS_FILE, {"schema": RUNS_SCHEMA, "files": files, "runs": result.runs})
+
+
+def _write(writer: Callable[[Path, Any], None], file: Path, content: Any) -> None:
+    try:
+        writer(file, content)
+    except OSError as e:
+        raise DataError(f"cannot be written: {e.strerror or e}", file=file) from e
+
+
+def file_entry(content: bytes) -> dict[str, Any]:
+    """What runs.json says of a CSV: `rows` without the head, and `sha256` of its bytes."""
+    rows_in = max(sum(1 for _ in csv.reader(io.StringIO(content.decode(errors="replace"), newline=""))) - 1, 0)
+    return {"rows": rows_in, "sha256": hashlib.sha256(content).hexdigest()}
+
+
+def check_written(folder: str | Path, tables: Iterable[str], files: Any) -> None:
+    """Refuse a folder whose CSVs are not those that were written together with its runs.json.
+
+    Args:
+        folder: what `write` wrote.
+        tables: names of the tables that are read from it.
+        files: `files` of its runs.json.
+
+    Raises:
+        DataError: a CSV is missing, or has other rows or bytes than runs.json says.
+    """
+    folder = Path(folder)
+    if not isinstance(files, Mapping):
+        raise DataError("says nothing of the CSV files; reconcile again", file=folder / RUNS_FILE, key="files")
+    for name in (f"{table}.csv" for table in tables):
+        if name not in files:
+            raise DataError("is missing; reconcile again", file=folder / RUNS_FILE, key=f"files.{name}")
+        try:
+            found = file_entry((folder / name).read_bytes())
+        except OSError as e:
+            raise DataError(f"cannot be read: {e.strerror or e}", file=folder / name) from e
+        except csv.Error as e:
+            raise DataError(f"is not complete CSV ({e})", file=folder / name) from e
+        if found != files[name]:
+            wanted = files[name].get("rows") if isinstance(files[name], Mapping) else None
+            what = f"has {found['rows']} rows" + (f", {RUNS_FILE} says {wanted}" if wanted != found["rows"] else "")
+            what += " and other bytes than were written" if wanted == found["rows"] else ""
+            raise DataError(f"{what}; it was changed after {RUNS_FILE} was written", file=folder / name)
 
 
 def _csv(columns: Sequence[str], records: Iterable[Mapping[str, Any]]) -> str:
