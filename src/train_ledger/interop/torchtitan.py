@@ -49,6 +49,8 @@ OTHER = frozenset(
     }
 )
 CHECKPOINTING = {"NoneType": "none", "SelectiveAC.Config": "selective", "FullAC.Config": "full"}
+#: The models that are modelled, each with its rotary positions.
+ROPE = {"Llama3Model.Config": "ComplexRoPE.Config", "Qwen3Model.Config": "CosSinRoPE.Config"}
 GRAPH_NOTE = (
     "training.disable_cuda_graphs is not set: a captured graph keeps its pool of activations between steps; containers "
     "are predicted as without it"
@@ -200,9 +202,9 @@ class Reader:
         spec = self.config.model_spec
         model: Any = getattr(spec, "model", None)
         kind = type(model).__qualname__
-        if kind != "Llama3Model.Config":
-            raise self.refuse("model_spec.model", f"{kind} is not modelled; known: Llama3Model.Config")
-        sizes = {self._layer(i, layer) for i, layer in enumerate(model.layers)}
+        if kind not in ROPE:
+            raise self.refuse("model_spec.model", f"{kind} is not modelled; known: {', '.join(ROPE)}")
+        sizes = {self._layer(i, layer, ROPE[kind]) for i, layer in enumerate(model.layers)}
         if len(sizes) != 1:
             raise self.refuse("model_spec.model.layers", "layers of different sizes are not modelled")
         heads, groups, head_dim, ffn, eps, theta, scaling = sizes.pop()
@@ -219,21 +221,24 @@ class Reader:
             "rope_theta": theta,
             "rope_scaling": dict(scaling) if scaling else None,
             "tie_embeddings": model.enable_weight_tying,
+            "qk_norm": kind == "Qwen3Model.Config",
         }
 
-    def _layer(self, i: int, layer: Any) -> tuple[Any, ...]:
+    def _layer(self, i: int, layer: Any, rope_kind: str) -> tuple[Any, ...]:
         at = f"model_spec.model.layers[{i}]"
         attention, feed_forward = layer.attention, layer.feed_forward
+        if feed_forward is None:
+            raise self.refuse(f"{at}.moe", "experts are not modelled")
         for field, part, known in (
             ("attention", attention, "GQAttention.Config"),
             ("attention.qkv_linear", attention.qkv_linear, "FusedQKVLinear.Config"),
             ("feed_forward", feed_forward, "FeedForward.Config"),
-            ("attention.rope", attention.rope, "ComplexRoPE.Config"),
+            ("attention.rope", attention.rope, rope_kind),
         ):
             if type(part).__qualname__ != known:
                 raise self.refuse(f"{at}.{field}", f"{type(part).__qualname__} is not modelled; known: {known}")
-        if attention.qk_norm is not None:
-            raise self.refuse(f"{at}.attention.qk_norm", "is not modelled")
+        if (attention.qk_norm is not None) != (rope_kind == ROPE["Qwen3Model.Config"]):
+            raise self.refuse(f"{at}.attention.qk_norm", "is modelled in a Qwen 3, which has it, and in no Llama 3")
         heads = attention.n_heads
         rope = attention.rope
         if rope.scaling not in ("none", "llama"):

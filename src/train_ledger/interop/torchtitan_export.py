@@ -24,25 +24,24 @@ from torchtitan.config import DebugConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
 from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
-from torchtitan.models.common import ComplexRoPE, Embedding, Linear, RMSNorm
+from torchtitan.models.common import {rope_kind}, Embedding, Linear, RMSNorm
 from torchtitan.models.common.config_utils import get_attention_config, make_ffn_config, make_gqa_config
 from torchtitan.models.common.param_init import depth_scaled_std, skip_param_init
-from torchtitan.models.llama3 import Llama3StateDictAdapter, parallelize_llama
-from torchtitan.models.llama3.model import Llama3Model, Llama3TransformerBlock
+{family_imports}
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.trainer import Trainer
 
 DIM, LAYERS, VOCABULARY = {dim}, {layers}, {vocab}
 
 
-def norm():
-    return RMSNorm.Config(normalized_shape=DIM, eps={eps}, param_init={{"weight": torch.nn.init.ones_}})
+def norm(width=DIM):
+    return RMSNorm.Config(normalized_shape=width, eps={eps}, param_init={{"weight": torch.nn.init.ones_}})
 
 
 def layer(i):
     linear = {{"weight": partial(torch.nn.init.trunc_normal_, std=0.02)}}
     deep = {{"weight": partial(torch.nn.init.trunc_normal_, std=depth_scaled_std(0.02, i))}}
-    return Llama3TransformerBlock.Config(
+    return {family}TransformerBlock.Config(
         attention_norm=norm(),
         ffn_norm=norm(),
         attention=make_gqa_config(
@@ -54,7 +53,8 @@ def layer(i):
             wo_param_init=deep,
             inner_attention=get_attention_config("flex"),
             fuse_qkv=True,
-            rope=ComplexRoPE.Config({rope}),
+            rope={rope_kind}.Config({rope}),
+            qk_norm={qk_norm},
         ),
         feed_forward=make_ffn_config(dim=DIM, hidden_dim={ffn}, w1_param_init=linear, w2w3_param_init=deep),
     )
@@ -63,9 +63,9 @@ def layer(i):
 def model_spec():
     head = {{"weight": partial(torch.nn.init.trunc_normal_, std=DIM**-0.5, a=-3 * DIM**-0.5, b=3 * DIM**-0.5)}}
     return ModelSpec(
-        name="llama3",
+        name={spec_name!r},
         flavor={model!r},
-        model=Llama3Model.Config(
+        model={family}Model.Config(
             dim=DIM,
             vocab_size=VOCABULARY,
             enable_weight_tying={tied},
@@ -76,10 +76,10 @@ def model_spec():
             lm_head=Linear.Config(in_features=DIM, out_features=VOCABULARY, param_init=head),
             layers=[layer(i) for i in range(LAYERS)],
         ),
-        parallelize_fn=parallelize_llama,
+        parallelize_fn={parallelize},
         pipelining_fn=pipeline_llm,
         post_optimizer_build_fn=None,
-        state_dict_adapter=Llama3StateDictAdapter,
+        state_dict_adapter={family}StateDictAdapter,
     )
 
 
@@ -135,16 +135,26 @@ def module_text(run: Run) -> str:
     """Source of the module.
 
     Raises:
-        ConfigError: the shape is not a Llama of torchtitan's, or its rotary scaling is not Llama 3's.
+        ConfigError: the shape is no Llama 3 or Qwen 3 of torchtitan's, or its rotary scaling is not Llama 3's.
     """
     m, p, o, s = run.model, run.parallel, run.optimizer, run.settings
     name = module_name(run)
+    # What norms queries and keys is a Qwen 3, as in launch/frameworks/torchtitan_config.py:model_spec.
+    family, parallelize = ("Qwen3", "parallelize_qwen3") if m.qk_norm else ("Llama3", "parallelize_llama")
+    package = f"torchtitan.models.{family.lower()}"
     return TEMPLATE.format(
         run=run.name,
         model=m.name,
         world_size=run.world_size,
         module=name,
         function=name,
+        family=family,
+        family_imports=f"from {package} import {family}StateDictAdapter, {parallelize}\n"
+        f"from {package}.model import {family}Model, {family}TransformerBlock",
+        spec_name=family.lower(),
+        parallelize=parallelize,
+        rope_kind="CosSinRoPE" if m.qk_norm else "ComplexRoPE",
+        qk_norm=f"norm({m.head_dim})" if m.qk_norm else None,
         dim=m.hidden_size,
         layers=m.num_layers,
         vocab=m.vocab_size,
