@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import itertools
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pytest
-from made_results import EVENTS, RUNS, make_paper, make_results
+from made_results import EVENTS, RUNS, make_paper, make_results, on_gpu
 
-from train_ledger.plot import style
+from train_ledger.plot import lifeline, style, within
 from train_ledger.plot.data import read_results, run_steps, unit_for
 from train_ledger.plot.expected import HAND_ESTIMATE, predicted_figures
 from train_ledger.plot.grids import partitions
-from train_ledger.plot.lifeline import lanes, masters, share, words
+from train_ledger.plot.lifeline import kept_apart, lanes, masters, matrix_numel, part_of_matrix, share, words
+from train_ledger.plot.make import make_figures
 from train_ledger.plot.resident import OTHERS, resident_frame
 from train_ledger.plot.resident import _fold as fold
+from train_ledger.plot.runs import panel_titles
 from train_ledger.plot.schedule import one_f_one_b, pipelines, start_times
 from train_ledger.plot.text import plural, shorten
 from train_ledger.plot.traffic import busiest_rank, traffic_frame
+from train_ledger.report.build import read_figures
+from train_ledger.spec.units import fmt_auto
 
 
 @pytest.mark.parametrize(("stages", "micro_batches"), list(itertools.product([1, 2, 3, 4, 8], [1, 2, 3, 8, 16])))
@@ -54,7 +60,7 @@ def test_lanes_tell_equal_micro_batches_once(tmp_path: Path) -> None:
     assert words(found["megatron"]) == "view (bfloat16)"
     assert words(found["deepspeed"]) == "empty → full (bfloat16) → empty → full (bfloat16) → empty"
     assert len(found["deepspeed"].slots) == 1 + len(EVENTS) + 3
-    assert masters(results, "deepspeed-zero3-dp8") == "ranks 0-7: 1/8 in main_param (float32)"
+    assert masters(results, "deepspeed-zero3-dp8") == "ranks 0-7: 1/8 of the matrix in main_param (float32)"
 
 
 def test_a_lane_prefers_a_rank_that_keeps_a_master(tmp_path: Path) -> None:
@@ -69,7 +75,7 @@ def test_a_lane_prefers_a_rank_that_keeps_a_master(tmp_path: Path) -> None:
     (lane,) = lanes(results)
     assert lane.rank == 3
     assert lane.kinds == [[0], [1]]
-    assert masters(results, "run") == "ranks 3-7: 1/8 in main_param (float32); ranks 0-2: none"
+    assert masters(results, "run") == "ranks 3-7: 1/8 of the matrix in main_param (float32); ranks 0-2: none"
 
 
 def test_share() -> None:
@@ -77,6 +83,71 @@ def test_share() -> None:
     assert share(3600, 3600) == "whole"
     assert share(1201, 3600) == "≈ 0.334"
     assert share(5, 0) == "none"
+
+
+def test_shares_are_of_the_matrix_and_of_the_slice() -> None:
+    assert part_of_matrix(450, 1800, 3600) == "1/8 of the matrix (1/4 of its tensor-parallel half)"
+    assert part_of_matrix(1800, 1800, 3600) == "whole tensor-parallel half (1/2 of the matrix)"
+    assert part_of_matrix(450, 3600, 3600) == "1/8 of the matrix"
+    assert part_of_matrix(3600, 3600, 3600) == "whole matrix"
+    assert part_of_matrix(450, 450, 3600) == "whole tensor-parallel slice (1/8 of the matrix)"
+
+
+def test_the_matrix_follows_from_the_config(tmp_path: Path) -> None:
+    results = read_results(make_results(tmp_path / "laptop", {"megatron-tp2-pp2-dp2": "megatron"}))
+    (full,) = {lane.full_numel for lane in lanes(results)}
+    assert matrix_numel(results, "megatron-tp2-pp2-dp2") == full  # no config: what the rank computes with
+
+    def told(config: dict[str, Any]) -> int:
+        runs = [{**r, "config": config} for r in results.runs]
+        return matrix_numel(replace(results, runs=runs), "megatron-tp2-pp2-dp2")
+
+    assert told({"parallel": {"tensor_parallel": 2}}) == 2 * full
+    sizes = {"num_layers": 2, "num_attention_heads": 6, "num_query_groups": 2, "ffn_hidden_size": 150, "head_dim": 10}
+    sizes |= {"vocab_size": 522, "seq_length": 32, "max_position_embeddings": 32}
+    split = {"name": "x", **sizes, "hidden_size": full * 2 // 60}  # o_proj is (hidden, 60)
+    assert told({"parallel": {"tensor_parallel": 2}, "model": split}) == 2 * full
+    # A weight that tensor parallelism does not split is whole on every rank.
+    assert told({"parallel": {"tensor_parallel": 2}, "model": {**split, "hidden_size": full // 60}}) == full
+
+
+def test_an_empty_weight_is_said_to_be_in_the_flat_container(tmp_path: Path) -> None:
+    results = read_results(make_results(tmp_path / "laptop"))
+    kept = {lane.framework: kept_apart(results, lane) for lane in lanes(results)}
+    assert kept["deepspeed"].startswith("bfloat16 shard (1/8 of the matrix) stays in the flat param container")
+    assert kept["megatron"] == kept["torchtitan"] == ""
+    (drawn,) = lifeline.draw(results)
+    assert kept["deepspeed"] in drawn.caption
+
+
+def test_a_run_looks_alike_in_every_figure() -> None:
+    first = style.run_styles(["a", "b", "c"])
+    assert style.run_styles(["a", "b", "c", "b", "reference"])["c"] == first["c"]
+    assert len(set(first.values())) == 3
+
+
+def test_titles_tell_runs_of_one_framework_apart() -> None:
+    found = panel_titles([("torchtitan", "torchtitan-tp2"), ("torchtitan", "torchtitan-tp2-x"), ("megatron", "m")])
+    assert found == {"torchtitan-tp2": "torchtitan tp2", "torchtitan-tp2-x": "torchtitan tp2-x", "m": "Megatron Core"}
+
+
+def test_the_peak_within_a_step_is_the_trace_s(tmp_path: Path) -> None:
+    results = read_results(make_results(tmp_path / "laptop", {"run": "deepspeed"}, on_gpu))
+    found, run, rank, _ = within.traces([results])[0]
+    peak = within.peak_bytes(found, run, rank)
+    assert peak == int(results["peaks"]["peak_bytes"].max())
+    (drawn,) = within.draw([results])
+    assert f"peak {fmt_auto(peak)}" in drawn.alt
+
+
+def test_figures_are_numbered_in_page_order_whatever_the_list(tmp_path: Path) -> None:
+    folder = make_results(tmp_path / "laptop", {"run": "deepspeed"})
+    make_figures(folder)
+    listing = folder / "figures" / "figures.json"
+    data = json.loads(listing.read_text())
+    listing.write_text(json.dumps({**data, "figures": data["figures"][::-1]}))
+    names = [f["name"] for f in data["figures"]]
+    assert [read_figures(folder / "figures")[n]["number"] for n in names] == list(range(1, len(names) + 1))
 
 
 def test_partitions_merge_names_and_leave_out_groups_of_one() -> None:

@@ -12,6 +12,7 @@ from matplotlib.patches import Rectangle
 
 from . import style
 from .data import Results, framework_title
+from .runs import panel_titles
 from .save import Drawn
 from .text import plural, shorten
 
@@ -63,13 +64,14 @@ def draw(results: Results) -> list[Drawn]:
 
 
 def _figure(results: Results, panels: Sequence[tuple[list[str], list[Any]]]) -> plt.Figure:
+    titles = panel_titles([(results.framework(names[0]), names[0]) for names, _ in panels])
     heights = [len(found) + 1.4 for _, found in panels]
     figure, axes = plt.subplots(
         len(panels), 1, figsize=(style.WIDTH_IN, 0.3 + 0.25 * sum(heights)), height_ratios=heights, squeeze=False
     )
     for ax, (names, found) in zip(axes[:, 0], panels, strict=True):
         _grid(ax, found)
-        ax.set_title(framework_title(results.framework(names[0])), loc="left", fontweight="bold", fontsize=7.5, pad=3)
+        ax.set_title(titles[names[0]], loc="left", fontweight="bold", fontsize=7.5, pad=3)
         ax.set_title(shorten(", ".join(names), 70), loc="right", fontsize=6.5, color=style.MUTED, pad=3)
     axes[-1, 0].set_xlabel("rank")
     return figure

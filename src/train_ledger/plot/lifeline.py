@@ -12,10 +12,12 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch, Rectangle
 
 from train_ledger.reconcile.compare import rank_ranges
+from train_ledger.spec.model import ModelShape, canonical_tensors
 from train_ledger.spec.units import fmt_auto
 
 from . import style
 from .data import Results, framework_title
+from .runs import config_of, panel_titles
 from .save import Drawn
 from .text import plural, shorten
 
@@ -32,7 +34,8 @@ class Lane:
     framework: str
     rank: int
     weight: str
-    full_numel: int
+    full_numel: int  # elements of what this rank computes with: its tensor-parallel slice, or the matrix
+    matrix_numel: int  # elements of the whole weight
     micro_batches: int
     kinds: list[list[int]]  # micro-batches that are alike, in order of the first
     slots: list[tuple[str, pd.Series]]
@@ -65,7 +68,8 @@ def lanes(results: Results) -> list[Lane]:
         first = part.iloc[0]
         out.append(
             Lane(
-                *(run, results.framework(run), rank, str(first["weight"]), int(first["full_numel"])),
+                *(run, results.framework(run), rank, str(first["weight"])),
+                *(int(first["full_numel"]), matrix_numel(results, run)),
                 sum(len(m) for m in kinds.values()),
                 list(kinds.values()),
                 slots,
@@ -102,14 +106,64 @@ def share(numel: float, full_numel: int) -> str:
     return f"{simple.numerator}/{simple.denominator}" if simple == exact else f"≈ {float(exact):.3f}"
 
 
+def matrix_numel(results: Results, run: str) -> int:
+    """Elements of the whole followed weight, before tensor parallelism splits it.
+
+    The canonical tensor of that name says so, if the rank's slice is that tensor or its equal part. What a framework
+    fuses or pads is another tensor: its slice times the tensor-parallel size.
+    """
+    first = results.of("lifeline", run).iloc[0]
+    full, config = int(first["full_numel"]), config_of(results, run)
+    tensor_parallel = int(config.get("parallel", {}).get("tensor_parallel", 1))
+    fields = {name: value for name, value in config.get("model", {}).items() if name in ModelShape.__dataclass_fields__}
+    known = None
+    if fields:
+        known = {t.name: t.numel for t in canonical_tensors(ModelShape(**fields))}.get(str(first["weight"]))
+    return known if known in (full, full * tensor_parallel) else full * tensor_parallel
+
+
+def part_of_matrix(numel: float, full_numel: int, matrix: int) -> str:
+    """`1/8 of the matrix (1/4 of its tensor-parallel half)`: one whole for every framework, then the rank's own."""
+    of_all, of_slice = share(numel, matrix), share(numel, full_numel)
+    if of_all in {"none", "whole"}:
+        return "whole matrix" if of_all == "whole" else "none"
+    if not 0 < full_numel < matrix:
+        return f"{of_all} of the matrix"
+    name = {2: "half", 4: "quarter"}.get(matrix // full_numel, "slice")
+    if of_slice == "whole":
+        return f"whole tensor-parallel {name} ({of_all} of the matrix)"
+    return f"{of_all} of the matrix ({of_slice} of its tensor-parallel {name})"
+
+
+def kept_apart(results: Results, lane: Lane) -> str:
+    """Where the elements of a weight are whose own tensor is empty; empty text where that is not known.
+
+    DeepSpeed ZeRO-3 keeps each rank's part as `ds_tensor`, a view of one flat buffer (deepspeed
+    `runtime/zero/stage3.py`: `lp_param_buffer`, made by `defragment`); its fp32 master is a copy of the same part
+    (`_create_fp32_partitions`).
+    """
+    held = results.of("resident", lane.run)
+    held = held[(held["rank"] == lane.rank) & (held["container"] == "param")]
+    first = lane.slots[0][1]
+    if lane.framework != "deepspeed" or first["state"] != "empty" or held.empty or not first["master_name"]:
+        return ""
+    part = part_of_matrix(first["master_numel"], lane.full_numel, lane.matrix_numel)
+    return (
+        f"{held['dtype'].iloc[0]} shard ({part}) stays in the flat param container on each rank "
+        "(ds_tensor in lp_param_buffer)"
+    )
+
+
 def masters(results: Results, run: str) -> str:
     """Which ranks keep how much of the fp32 master of their slice of the weight, at the end of the recorded step."""
     frame = results.of("lifeline", run)
+    matrix = 0 if frame.empty else matrix_numel(results, run)
     shares: dict[str, list[int]] = {}
     for rank, part in frame.groupby("rank", sort=True):
         last = part.sort_values(["step", "order"]).iloc[-1]
         if last["master_name"]:
-            told = f"{share(last['master_numel'], int(last['full_numel']))} in {last['master_name']}"
+            part_held = part_of_matrix(last["master_numel"], int(last["full_numel"]), matrix)
+            told = f"{part_held} in {last['master_name']}"
             told += f" ({last['master_dtype']}{', the weight itself' if last['master_same_storage'] == 'True' else ''})"
         else:
             told = "none"
@@ -133,11 +187,17 @@ def draw(results: Results) -> list[Drawn]:
     )
     first = shown[0]
     more = f" {plural(len(found) - len(shown), 'run')} more in the table." if len(found) > len(shown) else ""
+    apart = "".join(
+        f" {shorten(lane.run, 40)} shows an empty tensor between uses: the weight's {kept}."
+        for lane in shown
+        if (kept := kept_apart(results, lane))
+    )
     caption = (
-        f"One weight, {shorten(first.weight, 60)}, over the recorded step. Height is the part of the weight that this "
-        "rank holds, colour its element type; hatched: a view of a larger buffer that stays allocated. The thin bar "
-        "below is the part of the fp32 master that this rank keeps. Micro-batches that live alike are drawn once."
-        f"{more} Source: reconcile/lifeline.csv."
+        f"One weight, {shorten(first.weight, 60)}, over the recorded step. Height is the part that this rank holds of "
+        "what it computes with: with tensor parallelism its slice of the matrix, else the matrix. Colour is the "
+        "element type; hatched: a view of a larger buffer that stays allocated. The thin bar below is the part of the "
+        "fp32 master that this rank keeps, of the same slice. Micro-batches that live alike are drawn once."
+        f"{apart}{more} Sources: reconcile/lifeline.csv, reconcile/resident.csv, config."
     )
     alt = f"Timeline of one weight over one training step, a lane a run. {told}."
     return [Drawn("lifelines", "lifelines", "Life of one weight over one step", alt, caption, figure)]
@@ -151,11 +211,12 @@ def _columns(shown: Sequence[Lane]) -> list[str]:
 def _figure(shown: Sequence[Lane]) -> plt.Figure:
     columns = _columns(shown)
     at = _positions(columns)
+    titles = panel_titles([(lane.framework, lane.run) for lane in shown])
     figure, axes = plt.subplots(
         len(shown), 1, figsize=(style.WIDTH_IN, 0.95 + 0.92 * len(shown)), sharex=True, squeeze=False
     )
     for ax, lane in zip(axes[:, 0], shown, strict=True):
-        _lane(ax, lane, at)
+        _lane(ax, lane, at, titles[lane.run])
     bottom = axes[-1, 0]
     names = [c.split("/")[-1].replace("_", " ") for c in columns]
     bottom.set_xticks([at[c] for c in columns], names, rotation=38, ha="right", rotation_mode="anchor", fontsize=6.5)
@@ -171,7 +232,7 @@ def _figure(shown: Sequence[Lane]) -> plt.Figure:
     handles.append(Patch(facecolor="none", edgecolor=style.MUTED, linestyle=":", label="empty"))
     handles.append(Patch(facecolor=style.container_colour("main_param"), label="fp32 master (thin bar)"))
     figure.legend(handles=handles, loc="outside lower center", ncols=5, handlelength=1.4)
-    figure.supylabel("part of the weight on this rank", fontsize=7.5)
+    figure.supylabel("part of this tensor-parallel rank's slice", fontsize=7.5)
     return figure
 
 
@@ -185,7 +246,7 @@ def _positions(columns: Sequence[str]) -> dict[str, float]:
     return out
 
 
-def _lane(ax: Axes, lane: Lane, at: dict[str, float]) -> None:
+def _lane(ax: Axes, lane: Lane, at: dict[str, float], title: str) -> None:
     for column, event in lane.slots:
         if column not in at:
             continue
@@ -217,10 +278,13 @@ def _lane(ax: Axes, lane: Lane, at: dict[str, float]) -> None:
     ax.set_ylim(-0.3, 1.0)
     ax.set_yticks([0, 0.5, 1], ["0", "½", "1"])
     ax.grid(axis="x", visible=False)
+    matrix = share(lane.full_numel, lane.matrix_numel)
+    whole = "the whole matrix" if matrix == "whole" else f"{matrix} of the matrix"
+    name = f"{shorten(lane.run, 40)}, " if title == framework_title(lane.framework) else ""
     size = fmt_auto(lane.full_numel * 2)
-    ax.set_title(framework_title(lane.framework), loc="left", fontweight="bold", fontsize=7.5, pad=10)
+    ax.set_title(title, loc="left", fontweight="bold", fontsize=7.5, pad=10)
     ax.set_title(
-        f"{shorten(lane.run, 40)}, rank {lane.rank}: {lane.full_numel:,} elements, {size} in bf16",
+        f"{name}rank {lane.rank}: 1 is {whole}, {lane.full_numel:,} elements, {size} in bf16",
         loc="right",
         fontsize=6.5,
         color=style.MUTED,

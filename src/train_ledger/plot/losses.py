@@ -29,8 +29,9 @@ def draw(results: Results) -> list[Drawn]:
     shown = list(curves)[:MAX_LINES]
     with style.style():
         figure, ax = plt.subplots(figsize=(style.WIDTH_IN * 0.72, 2.5))
-        for i, run in enumerate(shown):
-            _line(ax, i, run, curves[run])
+        looks = style.run_styles(results.run_names)
+        for run in shown:
+            _line(ax, looks[run], run, curves[run])
         ax.set_ylabel("loss [nat a token]")
         figure.legend(loc="outside lower center", ncols=2)
     told = "; ".join(f"{shorten(r, 40)} {curves[r][0][1]:.4f} to {curves[r][-1][1]:.4f}" for r in shown)
@@ -44,29 +45,33 @@ def draw(results: Results) -> list[Drawn]:
     return [Drawn("losses", "losses", "Loss of every step", alt, caption, figure)]
 
 
-def _line(ax: Axes, i: int, name: str, line: Sequence[tuple[int, float | None]]) -> None:
+def _line(ax: Axes, look: style.RunStyle, name: str, line: Sequence[tuple[int, float | None]]) -> None:
     steps, values = zip(*line, strict=True)
     ax.plot(
         steps,
         values,
-        color=style.RUN_COLOURS[i % len(style.RUN_COLOURS)],
-        marker=style.RUN_MARKERS[i % len(style.RUN_MARKERS)] if len(line) <= 60 else None,
+        color=look.colour,
+        marker=look.marker if len(line) <= 60 else None,
         markersize=3.5,
-        linestyle=("-", "--", "-.", ":")[i % 4],
+        linestyle=look.dashes,
         label=shorten(name, 44),
     )
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.set_xlabel("optimizer step")
 
 
-def draw_parity(parity: Parity | None) -> list[Drawn]:
-    """Loss of runs that began alike, and how far each is from the plain reference, beside the bound."""
+def draw_parity(parity: Parity | None, run_names: Sequence[str] = ()) -> list[Drawn]:
+    """Loss of runs that began alike, and how far each is from the plain reference, beside the bound.
+
+    `run_names` are the runs of the results in order: a run looks as it does in the other figures.
+    """
     if parity is None or parity.curves.empty:
         return []
     runs = list(dict.fromkeys(parity.curves["run"]))[:MAX_LINES]
     gaps, against = _gaps(parity)
     with style.style():
-        figure = _parity_figure(parity, runs, gaps, against)
+        looks = style.run_styles([*run_names, *runs, *gaps])
+        figure = _parity_figure(parity, runs, gaps, against, looks)
     worst = float(parity.losses["rel_difference"].max()) if not parity.losses.empty else 0.0
     shown = f"on the right each run against {against}" if against else "on the right each pair"
     if any((rows["rel_difference"] < FLOOR).any() for rows in gaps.values()):
@@ -97,18 +102,23 @@ def _gaps(parity: Parity) -> tuple[dict[str, pd.DataFrame], str]:
     return {f"{shorten(a, 24)} / {shorten(b, 24)}": rows for (a, b), rows in pairs}, ""
 
 
-def _parity_figure(parity: Parity, runs: Sequence[str], gaps: Mapping[str, pd.DataFrame], against: str) -> plt.Figure:
+def _parity_figure(
+    parity: Parity,
+    runs: Sequence[str],
+    gaps: Mapping[str, pd.DataFrame],
+    against: str,
+    looks: Mapping[str, style.RunStyle],
+) -> plt.Figure:
     figure, (left, right) = plt.subplots(1, 2, figsize=(style.WIDTH_IN, 3.0))
-    number = {run: i for i, run in enumerate(runs)}
     for run in runs:
         part = parity.curves[parity.curves["run"] == run]
-        _line(left, number[run], run, list(zip(part["step"], part["loss"], strict=True)))
+        _line(left, looks[run], run, list(zip(part["step"], part["loss"], strict=True)))
     left.set_ylabel("loss [nat a token]")
     left.legend(loc="upper center", bbox_to_anchor=(0.5, -0.22), ncols=2, fontsize=6, handlelength=2.4)
     for name, rows in list(gaps.items())[:MAX_LINES]:
         # A difference of nothing has no place on a logarithmic axis; it is drawn at its lower end.
         line = [(int(s), max(float(d), FLOOR)) for s, d in zip(rows["step"], rows["rel_difference"], strict=True)]
-        _line(right, number.setdefault(name, len(number)), name, line)
+        _line(right, looks[name], name, line)
     if gaps:
         bound = pd.concat(gaps.values()).groupby("step")["bound"].max()
         right.plot(bound.index, bound.to_numpy(), color=style.BAD, lw=1, ls=(0, (1, 1)), label="bound")

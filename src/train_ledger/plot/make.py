@@ -23,7 +23,7 @@ def all_figures(
         yield from draw(results)
     yield from within.draw([results, *evidence])
     yield from losses.draw(results)
-    yield from losses.draw_parity(results.parity)
+    yield from losses.draw_parity(results.parity, results.run_names)
     if predicted is not None:
         yield from paper.draw(predicted, results.run_names)
 

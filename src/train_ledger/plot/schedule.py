@@ -9,10 +9,13 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch, Rectangle
 
+from train_ledger.reconcile.compare import rank_ranges
+
 from . import style
-from .data import Results, framework_title
+from .data import Results
+from .runs import config_of, panel_titles
 from .save import Drawn
-from .text import shorten
+from .text import plural, shorten
 
 MAX_STAGES = 16
 MAX_MICRO_BATCHES = 64
@@ -89,14 +92,6 @@ def pipelines(results: Results) -> list[Pipeline]:
     return out
 
 
-def config_of(results: Results, run: str) -> Mapping[str, object]:
-    """The resolved config of a run, empty where no file carries it."""
-    for r in results.runs:
-        if r["run"] == run and r.get("config"):
-            return r["config"]
-    return results.predictions.get(run, {}).get("config", {})
-
-
 def _measured(results: Results, run: str) -> dict[int, list[Op]]:
     """Order of forwards and backwards through the followed weight's module, by stage; the lowest rank of each stage."""
     coords = {r["rank"]: r["coords"] for found in results.runs if found["run"] == run for r in found["ranks"]}
@@ -133,25 +128,41 @@ def draw(results: Results) -> list[Drawn]:
     caption = (
         f"{'; '.join(findings)}. Bubble share = (p-1)/(m+p-1) for p stages and m micro-batches. Drawn with a backward "
         "twice as long as a forward and free transfers: an order, not a time. Measured rows show the order in which "
-        "the followed weight's module ran. Sources: config and reconcile/lifeline.csv."
+        f"the followed weight's module ran{_unmeasured(results, found)}. Sources: config and reconcile/lifeline.csv."
     )
     return [Drawn("schedule", "schedule", "1F1B schedule", alt, caption, figure)]
 
 
+def _unmeasured(results: Results, found: Sequence[Pipeline]) -> str:
+    """Why a stage has no measured row; empty where every stage has one, or none."""
+    told = []
+    for p in found:
+        lacking = [s for s in range(p.stages) if s not in p.measured]
+        if p.measured and lacking:
+            weight = shorten(str(results.of("lifeline", p.run)["weight"].iloc[0]), 60)
+            told.append(
+                f"; {plural(len(lacking), 'stage').split()[1]} {rank_ranges(lacking)} of {shorten(p.run, 40)} "
+                f"{'has' if len(lacking) == 1 else 'have'} no "
+                f"measured row because that module ({weight}) is only on stage {rank_ranges(sorted(p.measured))}"
+            )
+    return "".join(told)
+
+
 def _figure(found: Sequence[Pipeline]) -> plt.Figure:
+    titles = panel_titles([(p.framework, p.run) for p in found])
     heights = [p.stages + len(p.measured) + 1.2 for p in found]
     figure, axes = plt.subplots(
         len(found), 1, figsize=(style.WIDTH_IN, 0.75 + 0.3 * sum(heights)), height_ratios=heights, squeeze=False
     )
     for ax, p in zip(axes[:, 0], found, strict=True):
-        _panel(ax, p)
+        _panel(ax, p, titles[p.run])
     axes[-1, 0].set_xlabel("time [one forward of one stage]")
     handles = [Patch(facecolor=FORWARD, label="forward"), Patch(facecolor=BACKWARD, label="backward")]
     figure.legend(handles=handles, loc="outside lower center", ncols=2)
     return figure
 
 
-def _panel(ax: Axes, p: Pipeline) -> None:
+def _panel(ax: Axes, p: Pipeline, title: str) -> None:
     starts = start_times(p.stages, p.micro_batches)
     labels, y = [], 0
     for stage in range(p.stages):
@@ -170,7 +181,7 @@ def _panel(ax: Axes, p: Pipeline) -> None:
     ax.set_ylim(y - 0.45, -0.55)
     ax.set_yticks(range(y), labels, fontsize=6.5)
     ax.grid(axis="y", visible=False)
-    ax.set_title(framework_title(p.framework), loc="left", fontweight="bold", fontsize=7.5, pad=3)
+    ax.set_title(title, loc="left", fontweight="bold", fontsize=7.5, pad=3)
     text = f"{shorten(p.run, 40)}: p = {p.stages}, m = {p.micro_batches}, bubble {100 * p.bubble_share:.1f}%"
     ax.set_title(text, loc="right", fontsize=6.5, color=style.MUTED, pad=3)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import matplotlib
 import seaborn as sns
@@ -53,6 +54,26 @@ OP_COLOURS = {
 }
 RUN_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#332288", "#882255")
 RUN_MARKERS = "osD^vPX*"
+RUN_DASHES = ("-", "--", "-.", ":")
+
+
+@dataclass(frozen=True)
+class RunStyle:
+    """How the line of one run looks in every figure."""
+
+    colour: str
+    marker: str
+    dashes: str
+
+
+def run_styles(names: Iterable[str]) -> dict[str, RunStyle]:
+    """A look for each name by its place: figures that begin with the same runs draw each of them alike."""
+    return {
+        name: RunStyle(
+            RUN_COLOURS[i % len(RUN_COLOURS)], RUN_MARKERS[i % len(RUN_MARKERS)], RUN_DASHES[i % len(RUN_DASHES)]
+        )
+        for i, name in enumerate(dict.fromkeys(names))
+    }
 
 
 def container_colour(name: str) -> str:

@@ -18,8 +18,9 @@ from train_ledger.spec.ledger import ring_wire_bytes
 from train_ledger.spec.units import fmt_auto
 
 from . import style
-from .data import Results, framework_title, unit_for
+from .data import Results, unit_for
 from .resident import MAX_PANELS
+from .runs import panel_titles
 from .save import Drawn
 from .text import shorten
 
@@ -124,6 +125,7 @@ def _dots(
     tips: dict[str, str],
 ) -> plt.Figure:
     tables = {run: _lines(frame, run, busiest[run]) for run in runs}
+    titles = panel_titles([(results.framework(run), run) for run in runs])
     heights = [max(2, len(tables[run])) + 1.6 for run in runs]
     figure, axes = plt.subplots(
         len(runs),
@@ -140,9 +142,7 @@ def _dots(
         labels = [f"{shorten(r.op, 20)} · {shorten(r.group, 26)} · {shorten(r.dtype, 14)}" for r in lines.itertuples()]
         left.set_yticks(range(len(lines)), labels, fontsize=6.3)
         right.set_yticks(range(len(lines)), [])
-        left.set_title(
-            f"{framework_title(results.framework(run))}  ", loc="left", fontweight="bold", fontsize=7.5, pad=3
-        )
+        left.set_title(f"{titles[run]}  ", loc="left", fontweight="bold", fontsize=7.5, pad=3)
         right.set_title(f"{shorten(run, 40)}, rank {busiest[run]}", loc="right", fontsize=6.5, color=style.MUTED, pad=3)
     axes[-1][0].set_xlabel("calls of one step")
     axes[-1][1].set_xlabel("payload of one step [bytes]")

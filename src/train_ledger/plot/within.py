@@ -6,13 +6,16 @@ from collections.abc import Sequence
 
 import matplotlib.pyplot as plt
 import pandas as pd
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from train_ledger.spec.units import fmt_auto
 
 from . import style
-from .data import Results, framework_title, unit_for
+from .data import Results, unit_for
+from .runs import panel_titles
 from .save import Drawn
 from .text import plural, shorten
 
@@ -34,6 +37,13 @@ def traces(sources: Sequence[Results]) -> list[tuple[Results, str, int, pd.DataF
     return out
 
 
+def peak_bytes(results: Results, run: str, rank: int) -> int | None:
+    """Bytes at the highest moment of the recorded step, from the allocator's own trace; None where none was kept."""
+    frame = results.of("peaks", run)
+    frame = frame[frame["rank"] == rank]
+    return None if frame.empty else int(frame["peak_bytes"].max())
+
+
 def draw(sources: Sequence[Results]) -> list[Drawn]:
     """A panel a run; nothing where no run was on a GPU."""
     found = traces(sources)
@@ -44,15 +54,17 @@ def draw(sources: Sequence[Results]) -> list[Drawn]:
         figure = _figure(shown)
     told = "; ".join(
         f"{shorten(run, 40)}, rank {rank}: {fmt_auto(int(e['allocated_bytes'].iloc[0]))} at the start, peak "
-        f"{fmt_auto(int(e['allocated_bytes'].max()))}"
-        for _, run, rank, e in shown
+        f"{fmt_auto(peak_bytes(results, run, rank) or int(e['allocated_bytes'].max()))}"
+        for results, run, rank, e in shown
     )
     more = f" The first {MAX_PANELS} of {plural(len(found), 'run')}." if len(found) > MAX_PANELS else ""
     caption = (
         "Allocated bytes over one step, sampled wherever a module begins or ends; the dashed line is what was resident "
-        "when the step began. A flat floor with a hill is a framework whose parameters stay; teeth on it are "
+        "when the step began, the thin red line the true peak of the step: it falls between two samples, inside a "
+        "module, so the curve stays below it (the peak is in bytes as requested, without the allocator's rounding). "
+        "A flat floor with a hill is a framework whose parameters stay; teeth on it are "
         f"parameters that are gathered and released. The axis is the order of events, not time.{more} "
-        "Source: reconcile/memory_events.csv."
+        "Sources: reconcile/memory_events.csv, reconcile/peaks.csv."
     )
     alt = f"Step lines of allocated bytes over the events of one training step, one panel a run. {told}."
     return [Drawn("within", "within", "Memory within one step", alt, caption, figure)]
@@ -62,25 +74,31 @@ def _figure(shown: Sequence[tuple[Results, str, int, pd.DataFrame]]) -> plt.Figu
     columns = min(PANELS_A_ROW, len(shown))
     rows = -(-len(shown) // columns)
     figure, axes = plt.subplots(rows, columns, figsize=(style.WIDTH_IN, 0.5 + 1.9 * rows), sharey=True, squeeze=False)
-    unit, scale = unit_for(float(max(e["allocated_bytes"].max() for *_, e in shown)))
-    for ax, (results, run, rank, events) in zip(axes.flat, shown, strict=False):
-        _panel(ax, events, scale)
-        ax.set_title(framework_title(results.framework(run)), loc="left", fontweight="bold", fontsize=7.5, pad=10)
-        ax.text(0, 1.02, f"{shorten(run, 36)}, rank {rank}", transform=ax.transAxes, fontsize=6.5, color=style.MUTED)
+    top = float(max(max(e["allocated_bytes"].max(), peak_bytes(r, run, rank) or 0) for r, run, rank, e in shown))
+    unit, scale = unit_for(top)
+    # A run of the same name in two folders is told apart by its folder.
+    runs = [run for _, run, *_ in shown]
+    names = [run if runs.count(run) == 1 else f"{run} ({results.name})" for results, run, *_ in shown]
+    titles = panel_titles([(r.framework(run), name) for (r, run, *_), name in zip(shown, names, strict=True)])
+    for ax, (results, run, rank, events), name in zip(axes.flat, shown, names, strict=False):
+        _panel(ax, events, scale, peak_bytes(results, run, rank))
+        ax.set_title(titles[name], loc="left", fontweight="bold", fontsize=7.5, pad=10)
+        ax.text(0, 1.02, f"{shorten(name, 44)}, rank {rank}", transform=ax.transAxes, fontsize=6.5, color=style.MUTED)
     # The panels share this axis, so it is set once, for the tallest of them.
-    axes.flat[0].set_ylim(0, 1.08 * max(e["allocated_bytes"].max() for *_, e in shown) / scale)
+    axes.flat[0].set_ylim(0, 1.14 * top / scale)
     for ax in list(axes.flat)[len(shown) :]:
         ax.set_visible(False)
     for ax in axes[:, 0]:
         ax.set_ylabel(f"allocated [{unit}]")
     for ax in axes[-1]:
         ax.set_xlabel("events of one step, in order")
-    handles = [Patch(facecolor=colour, label=name) for name, colour in PHASES]
-    figure.legend(handles=handles, loc="outside lower center", ncols=2)
+    handles: list[Artist] = [Patch(facecolor=colour, label=name) for name, colour in PHASES]
+    handles.append(Line2D([], [], color=style.BAD, lw=0.8, label="peak of the step, between samples"))
+    figure.legend(handles=handles, loc="outside lower center", ncols=3)
     return figure
 
 
-def _panel(ax: Axes, events: pd.DataFrame, scale: float) -> None:
+def _panel(ax: Axes, events: pd.DataFrame, scale: float, peak: int | None) -> None:
     y = events["allocated_bytes"].to_numpy(dtype=float) / scale
     names = list(events["event"])
     for phase, colour in PHASES:
@@ -88,18 +106,19 @@ def _panel(ax: Axes, events: pd.DataFrame, scale: float) -> None:
         for begin in begins:
             end = next((i for i in range(begin, len(names)) if names[i] == f"{phase}_end"), len(names) - 1)
             ax.axvspan(begin, end, color=colour, lw=0, zorder=0)
-    ax.step(range(len(y)), y, where="post", color=style.RUN_COLOURS[0], lw=0.9, zorder=3)
+    ax.step(range(len(y)), y, where="post", color=style.INK, lw=0.9, zorder=3)
     ax.axhline(y[0], color=style.MUTED, lw=0.7, ls=(0, (4, 3)), zorder=2)
-    top = int(y.argmax())
-    right = top > len(y) / 2
-    ax.annotate(
-        f"{y[top]:.3f}",
-        (top, y[top]),
-        xytext=(-3 if right else 3, 2),
-        textcoords="offset points",
-        ha="right" if right else "left",
-        fontsize=6,
-        color=style.MUTED,
-    )
+    if peak is not None:
+        ax.axhline(peak / scale, color=style.BAD, lw=0.6, zorder=2)
+        ax.annotate(
+            f"peak {peak / scale:.3f}",
+            (1, peak / scale),
+            xycoords=("axes fraction", "data"),
+            xytext=(-2, 1.5),
+            textcoords="offset points",
+            ha="right",
+            fontsize=6,
+            color=style.BAD,
+        )
     ax.set_xlim(0, max(1, len(y) - 1))
     ax.set_xticks([])

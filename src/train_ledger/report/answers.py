@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 
 from train_ledger.plot.data import Results, framework_title
-from train_ledger.plot.lifeline import Lane, lanes, masters, share
+from train_ledger.plot.lifeline import Lane, kept_apart, lanes, masters, part_of_matrix
 from train_ledger.plot.text import plural
 from train_ledger.reconcile.rows import CLEAN, UNCLAIMED
 
@@ -120,7 +120,7 @@ def answer_table(results: Results) -> Table:
             {
                 "framework": framework_title(lane.framework),
                 "run": lane.run,
-                "lives": _at_rest(rest, lane),
+                "lives": _at_rest(results, rest, lane),
                 "gathered": _changes(lane, to_whole=True) or _refreshed(results, lane),
                 "released": _changes(lane, to_whole=False) or "never",
                 "master": masters(results, lane.run),
@@ -133,9 +133,9 @@ def answer_table(results: Results) -> Table:
             Column("framework", "framework"),
             Column("run", "run", "code"),
             Column("lives", "between steps it is"),
-            Column("gathered", "made whole"),
+            Column("gathered", "made whole (with tensor parallelism: its slice)"),
             Column("released", "released"),
-            Column("master", "fp32 master of each rank's slice"),
+            Column("master", "fp32 master on each rank"),
         ],
         rows,
     )
@@ -163,15 +163,15 @@ def _refreshed(results: Results, lane: Lane) -> str:
     return "it is always whole" + (f"; {', '.join(told)} a step bring what other ranks updated" if told else "")
 
 
-def _at_rest(event: pd.Series, lane: Lane) -> str:
+def _at_rest(results: Results, event: pd.Series, lane: Lane) -> str:
     if event["state"] == "empty":
+        if kept := kept_apart(results, lane):
+            return f"an empty tensor; its {kept}"
         return "an empty tensor; its elements are in a shard that the framework keeps apart"
-    part = share(event["numel"], lane.full_numel)
+    part = part_of_matrix(event["numel"], lane.full_numel, lane.matrix_numel)
     if event["state"] == "view":
         return f"{part}, in {event['dtype']}, as a view of a larger buffer that stays allocated"
-    if event["state"] == "shard":
-        return f"{part} of it, in {event['dtype']}"
-    return f"whole, in {event['dtype']}"
+    return f"{part}, in {event['dtype']}"
 
 
 def _changes(lane: Lane, *, to_whole: bool) -> str:

@@ -96,14 +96,18 @@ def read_figures(folder: Path) -> dict[str, dict[str, Any]]:
         return {}
     data = read_json(listing, FIGURES_SCHEMA)
     out = {}
-    for number, f in enumerate(data.get("figures", []), start=1):
+    for number, f in enumerate(data.get("figures", []), start=1):  # the number of the entry, for the errors
         if not isinstance(f, dict) or not {"name", "section", "title", "alt", "caption"} <= set(f):
             raise DataError("lacks its words", file=listing, key=f"figures[{number - 1}]")
         if not re.fullmatch(r"[a-z][a-z_]{0,40}", str(f["name"])):
             raise DataError(f"{str(f['name'])[:60]!r} is not a name", file=listing, key=f"figures[{number - 1}].name")
         svg = inline_svg(folder / f"{f['name']}.svg", f["name"], f["alt"], f.get("tips"))
-        out[f["name"]] = {**f, "number": number, "svg": svg}
-    return out
+        out[f["name"]] = {**f, "svg": svg}
+    # Numbers follow the page, whatever the order of the list: the template is the one place that knows it.
+    template = (TEMPLATES / "report.html.j2").read_text(encoding="utf-8")
+    order = {name: at for at, name in enumerate(re.findall(r"figure\(figures, \"([a-z_]+)\"\)", template))}
+    ordered = sorted(out, key=lambda name: order.get(name, len(order)))
+    return {name: {**out[name], "number": number} for number, name in enumerate(ordered, start=1)}
 
 
 def render(
