@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import signal
+import sys
 from pathlib import Path
 
 import pytest
 
-from train_ledger.launch import failures, progress
+from train_ledger.launch import failures, loop, processes, progress
 from train_ledger.launch.arguments import read_resolved
-from train_ledger.launch.worlds import WORLDS, world
+from train_ledger.launch.signals import interruptible
+from train_ledger.launch.worlds import WORLDS, Job, world
 from train_ledger.spec.config import load_comparison
 from train_ledger.spec.errors import ConfigError, DataError, LaunchError
 from train_ledger.spec.run import Run
@@ -144,3 +148,40 @@ def test_errors_travel_as_what_they_are(run: Run) -> None:
     assert str(back) == f"rank3.log: {run.name}: rank 3 failed in step 2: RuntimeError: line break"
     own = failures.rebuild(run, 3, 1, failures.describe(LaunchError("the loss is nan")), log)
     assert str(own) == f"rank3.log: {run.name}: rank 3 failed in step 2: the loss is nan"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_that_python_drops_still_ends_the_launch(
+    run: Run, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes while the framework is imported, inside a destructor; no rank may start after it."""
+
+    class Deaf:
+        def __del__(self) -> None:
+            os.kill(os.getpid(), number)
+            for _ in range(1000):  # the handler runs between two of these
+                pass
+
+    def program(*_: object, **__: object) -> None:
+        Deaf()
+
+    dropped = list[object]()
+    monkeypatch.setattr(loop, "program", program)
+    monkeypatch.setattr(processes, "_start", lambda *_: pytest.fail("a rank was started"))
+    monkeypatch.setattr(sys, "unraisablehook", lambda what: dropped.append(what.exc_type))
+    before = signal.getsignal(number)
+    with pytest.raises(KeyboardInterrupt):
+        processes.run_forked(Job(run, (0,), tmp_path, 60, None, False, "cpu", None), lambda rank: pytest.fail("made"))
+    assert dropped == [KeyboardInterrupt]
+    assert signal.getsignal(number) is before
+
+
+def test_an_ignored_signal_stays_ignored() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with interruptible() as check:
+            os.kill(os.getpid(), signal.SIGINT)
+            check()
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -22,6 +22,7 @@ from train_ledger.spec.errors import LaunchError, LedgerError
 from .failures import describe, rebuild, where
 from .progress import Progress
 from .session import Rank
+from .signals import interruptible
 from .worlds import Job
 
 
@@ -60,11 +61,12 @@ def run_forked(job: Job, make_rank: Callable[[int], Rank], at_once: int | None =
     deadline = time.monotonic() + job.timeout_s
     shown = Progress(job.run.name, job.run.steps, len(job.ranks))
     shown.tick()
-    program(job.run.framework, warm=not on_cuda(job))
     waiting, children = list(job.ranks), list[_Child]()
-    with terminate_as_exception():
+    with interruptible() as check:
         try:
+            program(job.run.framework, warm=not on_cuda(job))
             while waiting or any(c.status is None for c in children):
+                check()
                 running = sum(c.status is None for c in children)
                 while waiting and (at_once is None or running < at_once):
                     children.append(_start(job, make_rank, waiting.pop(0)))
@@ -161,24 +163,6 @@ def die_with(parent: int) -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:
         os._exit(1)
-
-
-@contextlib.contextmanager
-def terminate_as_exception() -> Iterator[None]:
-    """SIGTERM (a scheduler's, a workflow's) unwinds like Ctrl-C, so that the ranks are ended too."""
-
-    def stop(number: int, frame: Any) -> None:
-        raise KeyboardInterrupt
-
-    try:
-        old = signal.signal(signal.SIGTERM, stop)
-    except ValueError:  # not in the main thread: whoever started it keeps the signal
-        yield
-        return
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, old)
 
 
 def _listen(children: list[_Child], shown: Progress, wait_s: float = 0.1) -> None:

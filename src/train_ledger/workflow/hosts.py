@@ -15,7 +15,7 @@ from pathlib import Path
 from train_ledger.launch.failures import rebuild
 from train_ledger.launch.launcher import Attempt
 from train_ledger.launch.loop import program
-from train_ledger.launch.processes import terminate_as_exception
+from train_ledger.launch.signals import interruptible
 from train_ledger.launch.worlds.nccl import FOLDER
 from train_ledger.spec.errors import LaunchError, LedgerError
 from train_ledger.spec.io import write_json
@@ -41,6 +41,9 @@ def launch(run: Run, out_dir: Path, timeout_s: float, weights: Path | None, expo
         attempt.publish(range(run.world_size), time.monotonic() - began)
     except LaunchError as e:
         raise attempt.keep_logs(e) from None
+    except KeyboardInterrupt:
+        attempt.keep_logs(LaunchError("interrupted"))
+        raise
     finally:
         attempt.discard()
 
@@ -54,7 +57,7 @@ def _srun(run: Run, folder: Path, timeout_s: float, weights: Path | None, export
     command += [str(resolved), str(folder), "--timeout", str(timeout_s)]
     command += ["--weights", str(weights)] if weights else []
     command += ["--export"] if export else []
-    with terminate_as_exception():
+    with interruptible():
         process = subprocess.Popen(command, env={**os.environ, FOLDER: str(folder)}, stdin=subprocess.DEVNULL)
         try:
             # A rank ends itself when the time is up; the margin is for hosts that died and cannot.

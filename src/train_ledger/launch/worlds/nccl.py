@@ -28,9 +28,10 @@ from train_ledger.launch.cuda import cuda_device
 from train_ledger.launch.failures import describe, rebuild
 from train_ledger.launch.launcher import Attempt
 from train_ledger.launch.loop import run_rank
-from train_ledger.launch.processes import die_with, log_to, terminate_as_exception
+from train_ledger.launch.processes import die_with, log_to
 from train_ledger.launch.progress import Progress
 from train_ledger.launch.session import Rank
+from train_ledger.launch.signals import interruptible
 from train_ledger.spec.errors import ConfigError, LaunchError, LedgerError
 from train_ledger.spec.io import write_json
 from train_ledger.spec.run import Run
@@ -66,7 +67,7 @@ def start_torchrun(job: Job) -> None:
     command += ["--export"] if job.export else []
     shown = Progress(job.run.name, job.run.steps, 1)
     parent = os.getpid()
-    with open(job.directory / "torchrun.log", "w") as log, terminate_as_exception():
+    with open(job.directory / "torchrun.log", "w") as log, interruptible() as check:
         process = subprocess.Popen(
             command,
             stdout=log,
@@ -78,6 +79,7 @@ def start_torchrun(job: Job) -> None:
         deadline = time.monotonic() + job.timeout_s
         try:
             while process.poll() is None:
+                check()
                 if time.monotonic() > deadline:
                     raise LaunchError(f"{job.run.name}: not done after {job.timeout_s:g} s, the time limit")
                 time.sleep(0.2)
