@@ -22,8 +22,9 @@ from train_ledger.plot.data import read_results
 from train_ledger.plot.make import make_figures
 from train_ledger.report.answers import verdict
 from train_ledger.report.build import build_report
-from train_ledger.report.gpu_tables import evidence_table
+from train_ledger.report.gpu_tables import evidence_table, time_table
 from train_ledger.report.tables import Column, Table, latex, raw, show, to_csv, to_latex
+from train_ledger.spec.config import load_run
 from train_ledger.spec.errors import DataError
 
 HOSTILE = (
@@ -406,3 +407,27 @@ def test_cells():
     check_latex(to_latex(table))
     assert latex("a_b[1]") == r"a\_\allowbreak{}b{[}1]"
     assert html.escape(HOSTILE) != HOSTILE
+
+
+def test_the_share_of_a_gpus_rate_by_datasheet_and_as_measured(tmp_path):
+    """Eight ranks measured 700, 702, … 714 Tflop/s; the median counts. A run without it has no empty column."""
+    config = load_run(Path(__file__).parents[2] / "config/runs/deepspeed-zero3-dp8.yaml").to_dict()
+
+    def now(prediction, ranks):
+        on_gpu(prediction, ranks)
+        prediction["config"] = config
+
+    measured = read_results(make_results(tmp_path / "measured", {"run": "deepspeed"}, now))
+    (row,) = time_table([measured]).rows
+    assert row["matrix_tflop_per_s"] == pytest.approx(707)
+    assert row["mfu_measured"] / row["mfu"] == pytest.approx(989 / 707)
+    assert {"mfu_measured", "matrix_tflop_per_s"} <= {c.key for c in time_table([measured]).printed().columns}
+
+    def before(prediction, ranks):
+        now(prediction, ranks)
+        for r in ranks:
+            del r["timeline"]["matrix_flop_per_s"]
+
+    old = time_table([read_results(make_results(tmp_path / "old", {"run": "deepspeed"}, before))])
+    assert old.rows[0]["mfu"] == row["mfu"]
+    assert not {"mfu_measured", "matrix_tflop_per_s"} & {c.key for c in old.printed().columns}

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from train_ledger.probe.census import census
+from train_ledger.probe.matrix import matrix_rate
 from train_ledger.probe.memory import MemoryProbe
 from train_ledger.spec.errors import LaunchError
 from train_ledger.spec.io import write_json
@@ -110,6 +111,8 @@ def run_rank(
         done(step)
     file = Path(out_dir) / f"rank{rank.rank}.json"
     measured = _rank_file(run, rank, session, steps, probe)
+    if rank.device.type == "cuda" and "timeline" in measured:  # every reading is done: this takes memory
+        measured["timeline"]["matrix_flop_per_s"] = matrix_rate(rank.device)
     if export:
         from .weights import write_weights
 

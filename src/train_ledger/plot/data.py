@@ -29,6 +29,7 @@ _WHOLE = {
 }
 _NUMBER = {"loss", "grad_norm", "time_s", "requested_bytes", "allocated_bytes", "peak_bytes", "master_numel"}
 _NUMBER |= {"rel_difference", "bound", "span_s", "compute_s", "communication_s", "exposed_communication_s"}
+_NUMBER |= {"matrix_flop_per_s"}
 TABLES: dict[str, list[str]] = {
     "resident": columns(ResidentRow),
     "collectives": columns(CollectiveRow),

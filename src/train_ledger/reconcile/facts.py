@@ -53,7 +53,10 @@ FACT_TABLES: dict[str, list[str]] = {
     "records": [
         *("run", "rank", "step", "op", "group", "dtype", "in_numel", "out_numel", "group_size", "coalesced", "count"),
     ],
-    "timeline": ["run", "rank", "step", "span_s", "compute_s", "communication_s", "exposed_communication_s"],
+    "timeline": [
+        *("run", "rank", "step", "span_s", "compute_s", "communication_s", "exposed_communication_s"),
+        "matrix_flop_per_s",
+    ],
 }
 
 _MEMORY = {
@@ -99,7 +102,7 @@ def rank_facts(prediction: Data, measured: Data, step: int) -> dict[str, list[di
         ],
         "kernels": _listed(where, "kernels", measured.get("kernels", [])),
         "records": _listed(where, "records", measured.get("records", [])),
-        "timeline": _listed(where, "timeline", (measured.get("timeline") or {}).get("steps", [])),
+        "timeline": _timeline(where, measured.get("timeline") or {}),
     }
 
 
@@ -108,6 +111,12 @@ def _listed(where: Data, table: str, items: Sequence[Data]) -> list[dict[str, An
     known = [c for c in FACT_TABLES[table] if c not in {"run", "rank", "order"}]
     order = {"order": 0} if "order" in FACT_TABLES[table] else {}
     return [{**where, **dict.fromkeys(order, i), **{k: item.get(k) for k in known}} for i, item in enumerate(items)]
+
+
+def _timeline(where: Data, timeline: Data) -> list[dict[str, Any]]:
+    """The GPU's matrix rate is one for all steps."""
+    rate = timeline.get("matrix_flop_per_s")
+    return [{**row, "matrix_flop_per_s": rate} for row in _listed(where, "timeline", timeline.get("steps", []))]
 
 
 def _lifeline(where: Data, life: Data | None) -> list[dict[str, Any]]:

@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 #: Decimals of each kind of number that is rounded; `bytes` and `count` are whole and never rounded.
-DECIMALS = {"gb": 3, "percent": 1, "loss": 6, "ratio": 3, "small": -1, "seconds": 3}
+DECIMALS = {"gb": 3, "percent": 1, "loss": 6, "ratio": 3, "small": -1, "seconds": 3, "rate": 1}
+#: Columns that are left out of a printed table where no row has a value: causes of differences, what old runs lack.
+OFTEN_EMPTY = frozenset({"cause", "mfu_measured", "matrix_tflop_per_s"})
 NUMBERS = frozenset({"bytes", "count", *DECIMALS})
 
 
@@ -38,8 +40,9 @@ class Table:
     rows: Sequence[dict[str, Any]] = field(default_factory=tuple)
 
     def printed(self) -> Table:
-        """The table as page and paper show it: without its column of causes where there are none."""
-        columns = [c for c in self.columns if c.key != "cause" or any(row["cause"] for row in self.rows)]
+        """The table as page and paper show it: a column of `OFTEN_EMPTY` only where it says something."""
+        said = {c.key for c in self.columns for row in self.rows if show(c.kind, row.get(c.key)) != "–"}
+        columns = [c for c in self.columns if c.key not in OFTEN_EMPTY or c.key in said]
         return Table(self.name, self.caption, columns, self.rows)
 
     def cells(self) -> list[list[str]]:
