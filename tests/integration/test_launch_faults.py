@@ -209,6 +209,31 @@ def test_a_late_twin_does_not_overwrite(tmp_path: Path) -> None:
     good(tmp_path)
 
 
+def test_only_what_a_launch_left_is_removed(tmp_path: Path) -> None:
+    """Weights and notes that a person keeps in the same folder stay; a rank that is no more goes, whole."""
+    mine = ("weights.safetensors", "weights.safetensors.json", "rank-notes.log", "rank0.json.bak")
+    older = ("rank7.json", "rank7.log", "weights0.safetensors", "weights7.safetensors")
+    for name in mine + older:
+        (tmp_path / name).write_text(name)
+    launch(toy(), tmp_path, 60)
+    assert [(tmp_path / name).read_text() for name in mine] == list(mine)
+    assert not [name for name in older if (tmp_path / name).exists()]
+    assert json.loads((tmp_path / "run.json").read_text())["run"] == "toy-run"
+
+
+def test_a_full_disk_at_the_end_leaves_the_older_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch(toy(), tmp_path, 60)
+    kept = {p.name: p.read_bytes() for p in tmp_path.glob("*.json")}
+
+    def full(path: Path, _: object) -> None:
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr("train_ledger.launch.launcher.write_json", full)
+    with pytest.raises(LaunchError, match="No space left on device"):
+        launch(replace(toy(), seed=2), tmp_path, 60)
+    assert {p.name: p.read_bytes() for p in tmp_path.glob("*.json")} == kept
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

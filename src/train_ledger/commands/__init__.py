@@ -62,9 +62,9 @@ def run_from(args: argparse.Namespace) -> Run:
 
 
 def _own(args: argparse.Namespace, overrides: dict[str, Any]) -> Run:
-    from train_ledger.launch.arguments import read_resolved
     from train_ledger.spec.config import load_compared_run, load_run
     from train_ledger.spec.errors import ConfigError
+    from train_ledger.spec.resolved import read_resolved
 
     for option in ("hf_config", "world_size"):
         if getattr(args, option) is not None:

@@ -23,7 +23,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from train_ledger.launch.arguments import read_resolved
 from train_ledger.launch.cuda import cuda_device
 from train_ledger.launch.failures import describe, rebuild
 from train_ledger.launch.launcher import Attempt
@@ -34,6 +33,7 @@ from train_ledger.launch.session import Rank
 from train_ledger.launch.signals import interruptible
 from train_ledger.spec.errors import ConfigError, LaunchError, LedgerError
 from train_ledger.spec.io import write_json
+from train_ledger.spec.resolved import read_resolved
 from train_ledger.spec.run import Run
 
 from . import Job
