@@ -160,9 +160,15 @@ def test_explain_from_the_numbers_of_the_run(capsys):
         (["predict"], "give RUN.yaml"),
         (["predict", "no-such.yaml"], "no-such.yaml: cannot be read"),
         (["predict", str(RUNS)], "cannot be read: Is a directory"),
-        (["predict", MEGATRON, "--rank", "8"], "8 is not a rank of a world of 8"),
+        (["predict", MEGATRON, "--rank", "8"], "--rank: '8' is not a rank of a world of 8"),
         (["predict", MEGATRON, "--rank", "-1"], "is not a rank"),
         (["predict", MEGATRON, "--rank", "1e3"], "is not a rank"),
+        (["predict", MEGATRON, "--rank", "9" * 5000], "--rank: '99"),
+        (["groups", MEGATRON, "--rank", "9" * 5000], "--rank: '99"),
+        (["check", MEGATRON, "--rank", "9" * 5000], "--rank: '99"),
+        (["predict", MEGATRON, "--without", "x"], "--without: does not go with a run file"),
+        (["predict", MEGATRON, "--set", "model=../x"], "--set: model: '../x' is not a name"),
+        (["predict", MEGATRON, "--set", "probe.collective_steps=[0]"], "--set: probe.collective_steps[0]: 0 is less"),
         (["predict", MEGATRON, "--model", "../x"], "--model: model: '../x' is not a name"),
         (["predict", MEGATRON, "--seq-length", "many"], "--seq-length: seq_length: 'many' is not of type"),
         (["predict", MEGATRON, "--set", "parallel.tensor_parallel=3"], "world_size"),
@@ -191,6 +197,29 @@ def test_explain_from_the_numbers_of_the_run(capsys):
 )
 def test_a_mistake_is_one_line(capsys, argv, words):
     assert words in run(capsys, *argv, code=2)
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ([], "train-ledger: the following arguments are required: COMMAND (see train-ledger --help)"),
+        (["frob"], "train-ledger: COMMAND: invalid choice: 'frob'"),
+        (["predict", MEGATRON, MEGATRON], "train-ledger predict: unrecognized arguments"),
+        (["predict", MEGATRON, "--step", "x\ny"], "train-ledger predict: --step: invalid choice"),
+        (["evidence", "pack"], "train-ledger evidence pack: the following arguments are required"),
+        # Each would mean the default, or the working folder, to which a command then writes.
+        (["predict", MEGATRON, "--comparison", ""], "train-ledger predict: --comparison: is empty"),
+        (["predict", MEGATRON, "--seq-length="], "train-ledger predict: --seq-length: is empty"),
+        (["export", MEGATRON, ""], "train-ledger export: an argument is empty"),
+        (["probe", "x", "--out", ""], "train-ledger probe: --out: is empty"),
+    ],
+)
+def test_a_wrong_option_is_one_line(capsys, argv, words):
+    with pytest.raises(SystemExit) as e:
+        cli.main(argv)
+    out, err = capsys.readouterr()
+    assert (e.value.code, out, err.count("\n")) == (2, "", 1)
+    assert words in err
 
 
 @pytest.mark.parametrize("path", [MEGATRON, DEEPSPEED, TORCHTITAN])

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from . import add_run_arguments, run_from
+from . import add_run_arguments, is_rank, run_from
 
 if TYPE_CHECKING:
     from train_ledger.reconcile.compare import Reconciliation
@@ -90,7 +90,7 @@ def chosen_ranks(run: Run, asked: Sequence[str]) -> list[int]:
     if list(asked) == ["all"]:
         return list(range(run.world_size))
     for word in asked:
-        if not (word.isascii() and word.isdigit() and int(word) < run.world_size):
+        if not is_rank(word, run.world_size):
             raise ConfigError(
                 f"{word[:50]!r} is not a rank of a world of {run.world_size}, `all` or `distinct`", key="--rank"
             )

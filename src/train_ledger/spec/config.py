@@ -259,6 +259,8 @@ def holds(overrides: Mapping[str, Any], key: str | None) -> bool:
     """Whether nested mappings hold the dotted `key` of an error."""
     held: Any = overrides
     for part in re.split(r"\.|\[", key or ""):
+        if isinstance(held, list) and part.endswith("]"):
+            return True
         if not isinstance(held, Mapping) or part not in held:
             return False
         held = held[part]
