@@ -6,7 +6,8 @@ from typing import Any
 
 from train_ledger.plot.data import Results, run_steps
 from train_ledger.plot.grids import partitions
-from train_ledger.plot.lifeline import lanes, masters, words
+from train_ledger.plot.lifeline import lanes, words
+from train_ledger.plot.placement import masters
 from train_ledger.plot.schedule import one_f_one_b, pipelines
 from train_ledger.plot.text import shorten
 from train_ledger.reconcile.compare import rank_ranges
