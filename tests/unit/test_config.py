@@ -142,6 +142,11 @@ def test_refusals_name_file_and_key(folder, text, words):
         ("norm_eps: 2", "norm_eps: 2 is greater than the maximum"),
         ("position_embedding: alibi", "position_embedding: 'alibi' is not one of"),
         ("experts: 8", "experts: unknown key"),
+        ("rope_scaling: {rope_type: [llama3]}", "rope_scaling: needs rope_type"),
+        ("rope_scaling: {factor: 2.0}", "rope_scaling: needs rope_type"),
+        ("rope_scaling: {type: linear}", "rope_scaling: linear scaling needs factor"),
+        ("rope_scaling: {type: linear, factor: 0}", "rope_scaling: factor is '0', not a number above 0"),
+        ("rope_scaling: {rope_type: llama3, factor: eight}", "rope_scaling: factor is 'eight', not a number"),
     ],
 )
 def test_models_are_checked(folder, change, words):
@@ -151,6 +156,14 @@ def test_models_are_checked(folder, change, words):
     old.pop(key, None)
     path.write_text("\n".join([*(f"{k}: {v}" for k, v in old.items()), change]))
     assert words in said(load_model, str(path), folder)
+
+
+def test_rope_scaling_of_kind_default_is_none(folder):
+    path = folder / "models/small.yaml"
+    path.write_text(
+        "\n".join([*(f"{k}: {v}" for k, v in read_yaml(path).items()), "rope_scaling: {rope_type: default}"])
+    )
+    assert load_model(str(path), folder).rope_scaling is None
 
 
 def test_a_comparison_names_its_own_file(folder):
