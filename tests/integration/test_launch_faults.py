@@ -126,7 +126,9 @@ def test_a_rank_dies_and_the_next_launch_completes(
     run = toy(fault={"kind": kind, "rank": 1, "step": 2})
     text = fails(run, tmp_path, LaunchError, *words)
     assert text.startswith(str(tmp_path / "rank"))  # the log is named where it now lies
-    assert "the last lines of" in capfd.readouterr().err
+    shown = capfd.readouterr().err
+    assert "the last lines of" in shown
+    assert ("Traceback" in shown) == (kind == "raise")  # an error of ours says all in its line
     if kind != "nan":
         assert f"planting {kind}" in (tmp_path / "rank1.log").read_text()
     launch(toy(), tmp_path, 60)
@@ -185,6 +187,12 @@ def test_single_ranks_of_a_world_that_needs_all(tmp_path: Path) -> None:
         launch(toy(), tmp_path, 60, ranks=[1])
     with pytest.raises(ConfigError, match="not ranks of a world of 4"):
         launch(toy("fake", ranks=4), tmp_path, 60, ranks=[4])
+
+
+@pytest.mark.parametrize("limit", [{"timeout_s": t} for t in (0, -1, float("nan"), float("inf"))] + [{"at_once": 0}])
+def test_a_limit_under_which_nothing_could_end(limit: dict, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"timeout: |at-once: "):
+        launch(toy("fake"), tmp_path, **limit)
 
 
 def test_a_name_that_would_leave_the_folder(tmp_path: Path) -> None:

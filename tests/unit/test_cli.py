@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from train_ledger.spec.io import read_json
 
 ROOT = Path(__file__).parents[2]
 RUNS = ROOT / "config/runs"
+CUT = "model.layers.0.mlp.down_proj.weight"  # its master crosses two ranks of the distributed optimizer
 MEGATRON, DEEPSPEED, TORCHTITAN = (
     str(RUNS / f"{name}.yaml") for name in ("megatron-tp2-pp2-dp2", "deepspeed-zero3-dp8", "torchtitan-fsdp4-tp2")
 )
@@ -151,7 +153,13 @@ def test_explain_from_the_numbers_of_the_run(capsys):
     assert "2.997 GB -> 5.994 GB" in " ".join(run(capsys, "explain", "accumulation", DEEPSPEED).split())
     assert "1,498,482,688 counted, 1,235,814,400 trained" in run(capsys, "explain", "tied", DEEPSPEED)
     # Half of the followed weight's master is on each tensor-parallel rank, and all of a half on one data-parallel rank.
-    assert "2,097,152 elements on each rank of 0-1" in run(capsys, "explain", "where", MEGATRON)
+    told = " ".join(run(capsys, "explain", "where", MEGATRON).split())
+    assert "half 1 on ranks 0, 2, half 2 on ranks 1, 3, 2,097,152 elements each" in told
+    assert "The ranks of a half hold equal copies; not on ranks 4-7 (other pipeline stages)" in told
+    assert "all of half 1 on rank 0; all of half 2 on rank 1; none on ranks 2-3" in told
+    # At another shape the range of the distributed optimizer ends elsewhere, and cuts some weights in two.
+    many = " ".join(run(capsys, "explain", "where", MEGATRON, "--set", f"probe.lifeline_weight={CUT}").split())
+    assert re.search(r"of half 1 elements 0 to [\d,]+ on rank 0, elements [\d,]+ to [\d,]+ on rank 2", many)
 
 
 @pytest.mark.parametrize(
@@ -192,6 +200,7 @@ def test_explain_from_the_numbers_of_the_run(capsys):
             ["weights", "--model", "laptop", "--config", str(ROOT / "config"), "--out", "/dev/null/x", "--record-only"],
             "train-ledger weights: /dev/null: File exists",
         ),
+        (["weights", "--model", "laptop", "--seed", str(2**32), "--out", "/dev/null/x"], "--seed: 4294967296 is not"),
         (["export", MEGATRON, "/dev/null/x"], "/dev/null/x: cannot be written: Not a directory"),
     ],
 )

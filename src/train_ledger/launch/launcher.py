@@ -28,6 +28,7 @@ SCHEMA = "train-ledger/launch/1"
 RANK_SCHEMA = "train-ledger/rank/1"
 CLAIM = ".launch-id"
 LOG_TAIL_LINES = 20
+MAX_TIMEOUT_S = 10**9
 #: What a launch leaves, a rank each. No other file in the folder is ours to remove, the initial weights least of all.
 PUBLISHED = re.compile(r"(?:rank|weights)(\d+)\.(json|log|safetensors)")
 
@@ -60,6 +61,10 @@ def launch(
         ConfigError: a world or a setting that cannot be.
     """
     check_name(run.name, file=run.source or None, key="name")
+    if not 0 < timeout_s <= MAX_TIMEOUT_S:
+        raise ConfigError(f"{timeout_s} is not between 0 and {MAX_TIMEOUT_S:,} seconds", key="timeout")
+    if at_once is not None and at_once < 1:
+        raise ConfigError(f"{at_once} is less than 1 rank at a time", key="at-once")
     chosen = _chosen(run, ranks)
     module = world(run.world)
     attempt = Attempt.begin(run, Path(out_dir))
