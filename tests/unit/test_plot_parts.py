@@ -18,7 +18,7 @@ from train_ledger.plot.expected import HAND_ESTIMATE, predicted_figures
 from train_ledger.plot.grids import partitions
 from train_ledger.plot.lifeline import kept_apart, lanes, words
 from train_ledger.plot.make import make_figures
-from train_ledger.plot.placement import masters, matrix_numel, part_of_matrix, share
+from train_ledger.plot.placement import master_words, matrix_numel, part_of_matrix
 from train_ledger.plot.resident import OTHERS, resident_frame
 from train_ledger.plot.resident import _fold as fold
 from train_ledger.plot.runs import panel_titles
@@ -26,6 +26,7 @@ from train_ledger.plot.schedule import one_f_one_b, pipelines, start_times
 from train_ledger.plot.text import plural, shorten
 from train_ledger.plot.traffic import busiest_rank, traffic_frame
 from train_ledger.report.build import read_figures
+from train_ledger.spec.placement import share
 from train_ledger.spec.units import fmt_auto
 
 
@@ -61,7 +62,7 @@ def test_lanes_tell_equal_micro_batches_once(tmp_path: Path) -> None:
     assert words(found["megatron"]) == "view (bfloat16)"
     assert words(found["deepspeed"]) == "empty → full (bfloat16) → empty → full (bfloat16) → empty"
     assert len(found["deepspeed"].slots) == 1 + len(EVENTS) + 3
-    assert masters(results, "deepspeed-zero3-dp8") == (
+    assert master_words(results, "deepspeed-zero3-dp8") == (
         "1/8 of the matrix each on ranks 0-7, in that order (main_param, float32)"
     )
 
@@ -78,7 +79,9 @@ def test_a_lane_prefers_a_rank_that_keeps_a_master(tmp_path: Path) -> None:
     (lane,) = lanes(results)
     assert lane.rank == 3
     assert lane.kinds == [[0], [1]]
-    assert masters(results, "run") == ("1/8 of the matrix each on ranks 3-7; none on ranks 0-2 (main_param, float32)")
+    assert master_words(results, "run") == (
+        "1/8 of the matrix each on ranks 3-7; none on ranks 0-2 (main_param, float32)"
+    )
 
 
 def test_share() -> None:

@@ -9,8 +9,9 @@ import pytest
 from made_results import make_results
 
 from train_ledger.plot.data import Results, read_results
-from train_ledger.plot.placement import copies, masters, slices
+from train_ledger.plot.placement import master_words, slices
 from train_ledger.plot.runs import batch_titles
+from train_ledger.spec.placement import copies
 
 Change = dict[int, int]
 
@@ -51,20 +52,22 @@ def told(folder: Path, framework: str, kept: Change, tensor_parallel: int = 1, r
 )
 def test_megatron_halves_and_who_keeps_which_of_the_master(tmp_path: Path, kept: Change, words: str) -> None:
     results = told(tmp_path / "r", "megatron", kept, tensor_parallel=2)
-    assert copies(results, "run") == "half 1 on ranks 0, 2, half 2 on ranks 1, 3"
-    assert masters(results, "run") == f"{words} (main_param, float32)"
+    assert copies(slices(results, "run")) == "half 1 on ranks 0, 2, half 2 on ranks 1, 3"
+    assert master_words(results, "run") == f"{words} (main_param, float32)"
     assert sum(k.numel for s in slices(results, "run") for k in s.kept) == sum(kept.values())
 
 
 def test_a_weight_that_is_not_split_has_no_halves(tmp_path: Path) -> None:
     results = told(tmp_path / "r", "megatron", {0: 3600, 1: 3600})
-    assert copies(results, "run") == "on ranks 0-3"
-    assert masters(results, "run") == "all of the matrix each on ranks 0-1; none on ranks 2-3 (main_param, float32)"
+    assert copies(slices(results, "run")) == "on ranks 0-3"
+    assert (
+        master_words(results, "run") == "all of the matrix each on ranks 0-1; none on ranks 2-3 (main_param, float32)"
+    )
 
 
 def test_replicas_keep_the_same_again(tmp_path: Path) -> None:
     results = told(tmp_path / "r", "torchtitan", dict.fromkeys(range(8), 900), replicas=2)
-    assert masters(results, "run") == (
+    assert master_words(results, "run") == (
         "1/4 of the matrix each on ranks 0-3 and again on ranks 4-7, in that order (param, float32, the weight itself)"
     )
 
@@ -72,18 +75,18 @@ def test_replicas_keep_the_same_again(tmp_path: Path) -> None:
 def test_the_last_part_of_a_padded_weight_ends_with_the_weight(tmp_path: Path) -> None:
     """Eight parts of 451 are 8 more than the weight: the last holds 443 of it."""
     results = told(tmp_path / "r", "deepspeed", {**dict.fromkeys(range(7), 451), 7: 443})
-    assert masters(results, "run").endswith("elements 3,157 to 3,599 on rank 7 (main_param, float32)")
+    assert master_words(results, "run").endswith("elements 3,157 to 3,599 on rank 7 (main_param, float32)")
 
 
 def test_parts_that_are_no_copy_are_counted_and_not_placed(tmp_path: Path) -> None:
     results = told(tmp_path / "r", "deepspeed", {0: 100, 5: 200})
-    assert masters(results, "run") == (
+    assert master_words(results, "run") == (
         "of the matrix 100 elements on rank 0, 200 elements on rank 5; none on ranks 1-4, 6-7 (main_param, float32)"
     )
 
 
 def test_no_master_at_all(tmp_path: Path) -> None:
-    assert masters(told(tmp_path / "r", "deepspeed", {}), "run") == "on no rank that followed the weight"
+    assert master_words(told(tmp_path / "r", "deepspeed", {}), "run") == "on no rank that followed the weight"
 
 
 def test_narrow_panels_tell_runs_apart_by_their_batch(tmp_path: Path) -> None:

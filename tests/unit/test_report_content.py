@@ -80,7 +80,8 @@ def test_verdict_and_answer(whole):
     assert held in text
     assert "its bfloat16 shard (1/8 of the matrix) stays in the flat param container on each rank" in text
     assert "1/8 of the matrix each on ranks 0-7, in that order (main_param, float32)" in text
-    assert "1/4 of the matrix each on ranks 0-7, in that order (param, float32, the weight itself)" in text
+    assert "1/4 of the matrix each on ranks 0, 2, 4, 6 and again on ranks 1, 3, 5, 7, in that order" in text
+    assert "(param, float32, the weight itself)" in text
     assert "torchtitan-fsdp4-tp2, torchtitan-fsdp4-tp2-matched" in text  # runs of one answer share a row
     assert text.index(held) < text.index("Figure 1.")  # the answer comes before all else
 

@@ -10,11 +10,12 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch, Rectangle
 
+from train_ledger.spec.placement import share
 from train_ledger.spec.units import fmt_auto
 
 from . import style
 from .data import Results, framework_title
-from .placement import masters, matrix_numel, part_of_matrix, share
+from .placement import master_words, matrix_numel, part_of_matrix
 from .runs import panel_titles
 from .save import Drawn
 from .text import plural, shorten
@@ -122,7 +123,7 @@ def draw(results: Results) -> list[Drawn]:
         figure = _figure(shown)
     told = "; ".join(
         f"{framework_title(lane.framework)} ({shorten(lane.run, 40)}): {words(lane)}; "
-        f"fp32 master: {masters(results, lane.run)}"
+        f"fp32 master: {master_words(results, lane.run)}"
         for lane in shown
     )
     first = shown[0]

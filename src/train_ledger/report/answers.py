@@ -10,9 +10,10 @@ import pandas as pd
 
 from train_ledger.plot.data import Results, framework_title
 from train_ledger.plot.lifeline import Lane, kept_apart, lanes
-from train_ledger.plot.placement import PARTS, copies, masters, part_of_matrix, slices
+from train_ledger.plot.placement import master_words, part_of_matrix, slices
 from train_ledger.plot.text import plural
 from train_ledger.reconcile.rows import CLEAN, UNCLAIMED
+from train_ledger.spec.placement import copies, equal_copies
 from train_ledger.spec.registry import FRAMEWORKS
 
 from .tables import Column, Table
@@ -192,7 +193,7 @@ def _answers(name: str, caption: str, sources: Sequence[Results]) -> Table:
                 _lives(results, lane),
                 _changes(lane, to_whole=True) or _refreshed(results, lane),
                 _changes(lane, to_whole=False) or "never",
-                masters(results, lane.run),
+                master_words(results, lane.run),
             )
             runs = alike.setdefault(answer, [])
             runs += [lane.run] if lane.run not in runs else []
@@ -243,7 +244,8 @@ def _refreshed(results: Results, lane: Lane) -> str:
 def _lives(results: Results, lane: Lane) -> str:
     """What is there between two steps, on which ranks."""
     event = lane.slots[0][1]
-    where = copies(results, lane.run)
+    parts = slices(results, lane.run)
+    where = copies(parts)
     part = part_of_matrix(event["numel"], lane.full_numel, lane.matrix_numel)
     if event["state"] == "empty":
         kept = kept_apart(results, lane)
@@ -252,15 +254,8 @@ def _lives(results: Results, lane: Lane) -> str:
     if event["state"] != "view":
         kind = "a whole tensor" if part in {"whole", "whole matrix"} else f"{part} a rank"
         return f"{kind}, in {event['dtype']}: {where}"
-    equal = any(len(s.ranks) > 1 for s in slices(results, lane.run))
-    copied = (
-        f" The ranks of a {PARTS.get(lane.matrix_numel // lane.full_numel, 'slice')} hold equal copies."
-        if (equal and lane.full_numel < lane.matrix_numel)
-        else " They hold equal copies."
-        if equal
-        else ""
-    )
-    return f"whole, in {event['dtype']}, in a buffer that stays allocated: {where}.{copied}"
+    told = f"whole, in {event['dtype']}, in a buffer that stays allocated: {where}. {equal_copies(parts)}"
+    return told.strip()
 
 
 def _changes(lane: Lane, *, to_whole: bool) -> str:

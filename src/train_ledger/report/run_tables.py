@@ -7,7 +7,7 @@ from typing import Any
 from train_ledger.plot.data import Results, run_steps
 from train_ledger.plot.grids import partitions
 from train_ledger.plot.lifeline import lanes, words
-from train_ledger.plot.placement import masters
+from train_ledger.plot.placement import master_words
 from train_ledger.plot.schedule import one_f_one_b, pipelines
 from train_ledger.plot.text import shorten
 from train_ledger.reconcile.compare import rank_ranges
@@ -28,7 +28,7 @@ def lifeline_table(results: Results) -> Table:
             "full_numel": lane.full_numel,
             "micro_batches": lane.micro_batches,
             "states": words(lane),
-            "master": masters(results, lane.run),
+            "master": master_words(results, lane.run),
         }
         for lane in lanes(results)
     ]
