@@ -1,25 +1,6 @@
 """plot: figures as SVG and PDF, from the tables and the predictions."""
 
 
-def figure_words():
-    """Title, caption and section of each figure that is drawn already: for `snakemake --report`, which knows files alone."""
-    try:
-        listed = json.loads(
-            Path(f"results/{COMPARISON}/figures/figures.json").read_text(
-                encoding="utf-8"
-            )
-        )["figures"]
-        return {
-            f["name"]: {k: f[k] for k in ("title", "caption", "alt")} for f in listed
-        }
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
-
-
-# The caption's template sees the config and no files.
-config["figures"] = figure_words()
-
-
 rule plot:
     input:
         f"results/{COMPARISON}/reconcile/runs.json",
