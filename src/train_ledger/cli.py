@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import os
 import pkgutil
 import sys
@@ -86,6 +87,8 @@ def _refuse_empty(argv: list[str], parser: argparse.ArgumentParser) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Entry point. Exit codes: 0 done, 1 a difference or a failed run, 2 bad input."""
     argv = sys.argv[1:] if argv is None else argv
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal that knows no "…" gets a "?", not an error
+        sys.stdout.reconfigure(errors="replace")
     args = parse(argv)
     try:
         return int(args.main(args))

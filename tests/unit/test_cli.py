@@ -301,3 +301,12 @@ def test_sweep_ranks_by_fit(capsys, monkeypatch):
     assert max(len(line) for line in run(capsys, *argv).splitlines()) <= 100
     assert "--top: 'x' is not a whole number" in run(capsys, *argv, "--top", "x", code=2)
     assert "--world-size: '-4' is not a whole" in run(capsys, *argv[:3], "--world-size=-4", *argv[5:], code=2)
+
+
+def test_a_terminal_that_knows_few_characters():
+    """A cluster's default locale; the help holds an ellipsis."""
+    env = {"PATH": "/usr/bin:/bin", "PYTHONIOENCODING": "ascii", "LC_ALL": "C"}
+    argv = [sys.executable, "-m", "train_ledger.cli"]
+    for words in (["predict", "--help"], ["--help"], ["explain", "list"]):
+        done = subprocess.run([*argv, *words], env=env, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr) == (0, "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -255,3 +256,13 @@ def test_following_no_weight_and_one_of_a_single_layer(folder):
     assert load_run(path, overrides=none).probe.lifeline_weight == ""
     asked = {"probe": {"lifeline_weight": "model.layers.1.self_attn.o_proj.weight"}}
     assert "the model has no weight" in said(load_run, path, overrides=asked)
+
+
+@pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
+def test_files_are_as_private_as_the_umask_says(tmp_path, mask, mode):
+    before = os.umask(mask)
+    try:
+        write_json(tmp_path / "a.json", {})
+    finally:
+        os.umask(before)
+    assert (tmp_path / "a.json").stat().st_mode & 0o777 == mode

@@ -10,7 +10,7 @@ import yaml
 
 from train_ledger.spec.ds_config import ds_config
 from train_ledger.spec.errors import ConfigError
-from train_ledger.spec.io import write_text
+from train_ledger.spec.io import file_mode, write_text
 from train_ledger.spec.run import Run
 
 
@@ -31,7 +31,7 @@ def export(run: Run, directory: str | Path) -> list[Path]:
         for name, text in files.items():
             write_text(directory / name, text)
             if name.endswith(".sh"):
-                (directory / name).chmod(0o755)
+                (directory / name).chmod(file_mode(0o777))
     except OSError as e:
         raise ConfigError(f"cannot be written: {e.strerror or e}", file=directory) from e
     return [directory / name for name in files]

@@ -24,7 +24,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from train_ledger.spec.errors import DataError
-from train_ledger.spec.io import validate
+from train_ledger.spec.io import file_mode, validate
 
 from .read import IDENTITY, RANK_SCHEMA, Launch, check_references, check_steps
 
@@ -84,7 +84,7 @@ def _write_whole(table: pa.Table, out: Path) -> None:
     os.close(fd)
     try:
         pq.write_table(table, tmp, write_page_checksum=True)
-        os.chmod(tmp, 0o644)
+        os.chmod(tmp, file_mode())
         os.replace(tmp, out)
     except BaseException:
         Path(tmp).unlink(missing_ok=True)

@@ -275,6 +275,13 @@ def _refuse_halves(data: Any, file: str | Path, at: str) -> None:
         raise DataError(f"{_short(ascii(data), 60)} holds a character that no text can", file=file, key=at or None)
 
 
+def file_mode(mode: int = 0o666) -> int:
+    """Permissions of a new file: what the umask leaves of `mode`. A temporary file begins with its owner's alone."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mode & ~mask
+
+
 def write_text(path: str | Path, text: str) -> None:
     """Write under a temporary name in the same folder, flush to disk, rename: a reader never sees half a file."""
     path = Path(path)
@@ -285,7 +292,7 @@ def write_text(path: str | Path, text: str) -> None:
             f.write(text)
             f.flush()
             os.fsync(f.fileno())
-        os.chmod(tmp, 0o644)
+        os.chmod(tmp, file_mode())
         os.replace(tmp, path)
     except BaseException:
         Path(tmp).unlink(missing_ok=True)
