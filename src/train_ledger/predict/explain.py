@@ -91,9 +91,10 @@ def where(case: Case) -> str:
     size = fmt_auto(case.held("param"))
     # With overlap_param_gather Megatron gathers before the next forward, bucket by bucket, else at the step's end.
     phases = {c.phase for c in gathers}
-    refreshed = (
-        f"updated values are gathered {'in the next forward' if 'forward' in phases else 'after the step'} ({n})"
-    )
+    refreshed = "no other rank updates any of it"
+    if run.parallel.data_parallel * run.parallel.context_parallel > 1:
+        when = "in the next forward" if "forward" in phases else "after the step"
+        refreshed = f"updated values are gathered {when} ({n})"
     if run.framework == "torchtitan":
         life = f"an fp32 shard ({size} a rank), gathered as bf16 around each unit's forward and backward, then freed"
         life = f"{life} ({n})" if gathers else f"whole in fp32 on each rank ({size}), cast to bf16 where it is used"
