@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-from made_results import make_parity, make_results, on_gpu
+from made_results import RUNS, make_parity, make_results, on_gpu
 from test_report_content import Page
 
 from train_ledger.cli import main
+from train_ledger.plot import style
 from train_ledger.plot.data import read_results
 from train_ledger.plot.make import make_figures
+from train_ledger.report.answers import gpu_answer_table
 from train_ledger.report.build import build_report
 from train_ledger.report.gpu_tables import evidence_table, large_peaks, peak_table, time_table
 from train_ledger.spec.config import load_run
@@ -150,3 +153,31 @@ def test_the_share_of_a_gpus_rate_by_datasheet_and_as_measured(tmp_path):
     old = time_table([read_results(make_results(tmp_path / "old", {"run": "deepspeed"}, before))])
     assert old.rows[0]["mfu"] == row["mfu"]
     assert not {"mfu_measured", "matrix_tflop_per_s"} & {c.key for c in old.printed().columns}
+    # Head and caption say against what: no one takes the datasheet's rate for a measured one.
+    assert "What these GPUs reach in a matrix product was not measured." in old.caption
+    assert "the measured rate is that of 8192 x 8192" in time_table([measured]).caption
+    assert "MFU against the datasheet's dense bf16 rate [%]" in {c.label for c in old.columns}
+    assert "(NVIDIA H200: 989 Tflop/s)" in old.caption
+
+
+def test_losses_on_gpus_are_drawn_in_the_colours_of_the_page(tmp_path):
+    """The figure stands in the section on GPUs; a run of the page's name keeps its look, whatever the folder's order."""
+    runs = dict(itertools.islice(RUNS.items(), 2))
+    folder = make_results(tmp_path / "laptop", runs)
+    evidence = make_results(tmp_path / "shared", dict(reversed(runs.items())), on_gpu)
+    make_parity(evidence)
+    (listed,) = [f for f in make_figures(folder, evidence_dirs=[evidence]) if f["name"] == "parity_gpu"]
+    assert listed["section"] == "evidence"
+    assert "Source: shared/parity/losses.csv." in listed["caption"]
+    page = build_report(folder, evidence_dirs=[evidence]).read_text(encoding="utf-8")
+    assert page.index('id="h-evidence"') < page.index('id="figure-parity_gpu"') < page.index('id="h-losses"')
+    first = style.run_styles([*runs, *reversed(runs)])
+    assert first == style.run_styles(list(runs))
+
+
+def test_runs_of_two_folders_are_told_apart_in_the_answer(tmp_path):
+    folder = make_results(tmp_path / "laptop", {"run": "deepspeed"})
+    both = [make_results(tmp_path / name, {"run": "deepspeed"}, on_gpu) for name in ("one", "two")]
+    found = gpu_answer_table([read_results(each) for each in both])
+    assert [row["run"] for row in found.rows] == ["one/run, two/run"]
+    assert "one/run, two/run" in Page(build_report(folder, evidence_dirs=both).read_text(encoding="utf-8")).text

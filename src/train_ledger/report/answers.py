@@ -195,8 +195,7 @@ def _answers(name: str, caption: str, sources: Sequence[Results]) -> Table:
                 _changes(lane, to_whole=False) or "never",
                 master_words(results, lane.run),
             )
-            runs = alike.setdefault(answer, [])
-            runs += [lane.run] if lane.run not in runs else []
+            alike.setdefault(answer, []).append(lane.run if len(sources) == 1 else f"{results.name}/{lane.run}")
     keys = ("framework", "lives", "gathered", "released", "master")
     rows = [{**dict(zip(keys, answer, strict=True)), "run": ", ".join(runs)} for answer, runs in alike.items()]
     titles = [f.title for f in FRAMEWORKS.values()]

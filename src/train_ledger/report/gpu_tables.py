@@ -160,7 +160,8 @@ def time_table(sources: Sequence[Results]) -> Table:
             tokens = config["global_batch"] * config["seq_length"] if config else None
             line = results.of("timeline", run)
             parts = {} if line.empty else line[["compute_s", "communication_s", "exposed_communication_s"]].median()
-            measured = None if line.empty else float(line["matrix_flop_per_s"].median())
+            known = line["matrix_flop_per_s"].dropna()
+            measured = None if known.empty else float(known.median())
             per_gpu = flop_per_token(config) * tokens / step_s / config["world_size"] if tokens else None
             rows.append(
                 {
