@@ -118,7 +118,9 @@ class TensorFile:
                 for name, e in header.items()
             }
         except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError) as e:
-            raise DataError(f"has a safetensors header that cannot be read ({e!r})", file=self.path) from e
+            raise DataError(
+                f"has a safetensors header that cannot be read ({type(e).__name__}: {str(e)[:100]})", file=self.path
+            ) from e
         self._begin = 8 + length
 
     def names(self) -> list[str]:
