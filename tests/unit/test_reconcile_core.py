@@ -9,7 +9,7 @@ import pytest
 from made_results import made_run
 
 from train_ledger.reconcile import rows
-from train_ledger.reconcile.core import UNCLAIMED_BOUND_BYTES, reconcile_rank
+from train_ledger.reconcile.core import reconcile_rank
 from train_ledger.reconcile.layout import reconcile_layout
 from train_ledger.spec.errors import DataError
 
@@ -79,7 +79,7 @@ def test_missing_and_unpredicted_and_the_type_that_explains_both(pair):
 def test_what_the_script_holds_unpredicted_is_not_the_frameworks(pair):
     extra = {"name": "loss_record", "owner": "script", "dtype": "float32", "numel": 2, "bytes": 8}
     pair[1]["census"]["containers"].append({**extra, "storages": 1, "device": "cpu"})
-    assert resident(pair, "loss_record").verdict == rows.FOREIGN
+    assert resident(pair, "loss_record").verdict == rows.UNPREDICTED
 
 
 def test_what_the_framework_holds_unpredicted_is_not_forgiven(pair):
@@ -88,13 +88,27 @@ def test_what_the_framework_holds_unpredicted_is_not_forgiven(pair):
     assert resident(pair, "secret").verdict == rows.UNPREDICTED
 
 
-def test_unclaimed_storage_is_listed_and_bounded(pair):
+def test_what_nobody_claims_is_a_difference_however_small(pair):
+    pair[1]["census"]["other"] = [{"dtype": "bool", "shape": [], "bytes": 1, "count": 1, "device": "cpu"}]
     listed = [r for r in reconcile_rank(*pair)[0] if r.owner == rows.UNCLAIMED]
-    assert [(r.container, r.measured_bytes, r.verdict) for r in listed] == [("unclaimed [3]", 24, rows.FOREIGN)]
-    pair[1]["census"]["other"][0]["bytes"] = UNCLAIMED_BOUND_BYTES + 1
-    listed = [r for r in reconcile_rank(*pair)[0] if r.owner == rows.UNCLAIMED]
-    assert listed[0].verdict == rows.UNPREDICTED
-    assert f"{UNCLAIMED_BOUND_BYTES:,} B" in listed[0].cause
+    assert [(r.container, r.measured_bytes, r.verdict) for r in listed] == [("unclaimed []", 1, rows.UNPREDICTED)]
+    assert listed[0].cause == "no container of the framework or the script holds it"
+
+
+def test_the_states_of_megatrons_generators_are_known_where_there_is_a_gpu(pair):
+    """Three of 16 bytes, on the host; a fourth, or none, is a difference, and so are they without a GPU."""
+    states = {"dtype": "uint8", "shape": [16], "bytes": 48, "count": 3, "device": "cpu"}
+    prediction, measured = pair
+    prediction["framework"] = measured["framework"] = "megatron"
+    measured["census"]["other"] = [states]
+    assert [r.verdict for r in reconcile_rank(*pair)[0] if r.owner == rows.UNCLAIMED] == [rows.UNPREDICTED]
+    measured["device"] = {"type": "cuda"}
+    assert not [r for r in reconcile_rank(*pair)[0] if r.owner == rows.UNCLAIMED]
+    assert resident(pair, "rng_state").verdict == rows.EXACT
+    measured["census"]["other"] = [{**states, "bytes": 64, "count": 4}]
+    assert resident(pair, "rng_state").verdict == rows.DIFFERS
+    measured["census"]["other"] = []
+    assert resident(pair, "rng_state").verdict == rows.DIFFERS
 
 
 def test_a_call_more_is_a_difference(pair):

@@ -19,6 +19,8 @@ from train_ledger.reconcile.read import read_launch, read_prediction
 from train_ledger.reconcile.tidy import read_tidy, write_tidy
 from train_ledger.spec.errors import DataError
 
+UNCLAIMED = {"dtype": "int64", "shape": [3], "bytes": 24, "count": 1, "device": "cpu"}
+
 
 @pytest.fixture
 def launch(tmp_path: Path) -> Path:
@@ -149,7 +151,7 @@ def _launch_with(tmp_path: Path, change: Any) -> Path:
         (lambda r: r["steps"].append(r["steps"][-1]), "steps"),
         (lambda r: r["census"]["containers"][1].update(bytes=-1), "census.containers[1].bytes"),
         (lambda r: r["census"]["containers"][1].update(bytes=2**63), "census.containers[1].bytes"),
-        (lambda r: r["census"]["other"][0].update(count=-1), "census.other[0].count"),
+        (lambda r: r["census"]["other"].append({**UNCLAIMED, "count": -1}), "census.other[0].count"),
         (lambda r: r["collectives"][0].update(in_numel=-5), "collectives[0].in_numel"),
         (lambda r: r["collectives"][0].update(count=-5), "collectives[0].count"),
         (lambda r: r["lifeline"]["events"][0].update(storage_bytes=-5), "lifeline.events[0].storage_bytes"),
@@ -204,8 +206,12 @@ def test_damaged_tidy_table(tmp_path, damage):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> Path:
-    """A tidy table that nobody changes."""
-    return make_results(tmp_path_factory.mktemp("whole"), {"run": "deepspeed"}) / "probe" / "run0.parquet"
+    """A tidy table that nobody changes, with a row of each kind that a CPU gives."""
+
+    def change(prediction: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
+        ranks[0]["census"]["other"] = [UNCLAIMED]
+
+    return make_results(tmp_path_factory.mktemp("whole"), {"run": "deepspeed"}, change) / "probe" / "run0.parquet"
 
 
 def _respell(file: Path, change: Any) -> None:

@@ -270,7 +270,7 @@ def test_a_comparison_of_sixty_runs(tmp_path):
     assert "✓ all 60 runs, 480 ranks: 0 bytes, 0 calls unexplained" in page.text
     assert "run-59" in page.text
     with (folder / "tables" / "ledger.csv").open(encoding="utf-8") as f:
-        assert sum(1 for _ in f) > 8000  # the file keeps every rank, though the page tells ranks that are alike once
+        assert sum(1 for _ in f) > 7500  # the file keeps every rank, though the page tells ranks that are alike once
 
 
 def test_only_a_prediction(tmp_path):
@@ -367,7 +367,7 @@ def test_bytes_left_over_are_in_the_verdict(tmp_path):
 
     results = read_results(make_results(tmp_path / "x", {"run": "deepspeed"}, change))
     found = {r["ranks"]: (r["left_bytes"], r["verdict"]) for r in evidence_table([results]).rows}
-    assert found == {"0-2, 4-7": (0, "exact"), "3": (24, "exact but for 24 B that are not the framework's")}
+    assert found == {"0-2, 4-7": (0, "exact"), "3": (24, "differs")}
 
 
 def test_verdict_counts_what_is_missing(tmp_path):

@@ -15,9 +15,14 @@ from . import rows
 from .causes import collective_cause, resident_cause
 from .rows import CollectiveRow, ResidentRow
 
-#: What nobody claims may not be larger than this on one rank, bytes: enough for counters and constants, too little to
-#: hide a buffer of the laptop shape (its smallest reduce bucket holds 40,000 B).
-UNCLAIMED_BOUND_BYTES = 32 * 1024
+#: Storages that a framework keeps on the host of a GPU, without an object that would name them: dtype, shape, how many,
+#: bytes of all of them, and where they are made. They are no tensors of the training, and no prediction has them.
+HOST_STATES: dict[str, tuple[str, list[int], int, int, str]] = {
+    "megatron": (
+        *("uint8", [16], 3, 48),
+        "megatron/core/tensor_parallel/random.py:CudaRNGStatesTracker.add: the states of three CUDA generators",
+    )
+}
 
 Data = Mapping[str, Any]
 
@@ -100,21 +105,36 @@ def reconcile_resident(prediction: Data, ledger: Data, measured: Data) -> list[R
     if prediction.get("step") == "first" and measured["census"]["step"] != 1:
         return []
     table: dict[tuple[str, str], _Resident] = {}
+    states, other = _host_states(measured)
     outside = [{**c, "pad_numel": 0} for c in _predicted_outside(prediction, ledger["rank"], measured)]
-    for c in [*ledger["containers"], *outside]:
+    for c in [*ledger["containers"], *outside, *states]:
         slot = table.setdefault((c["name"], c["dtype"]), _Resident(c["owner"], c["rule"]))
         slot.predicted = True
         slot.predicted_bytes += c["bytes"]
         slot.predicted_numel += c["numel"]
         slot.pad_numel += c["pad_numel"]
-    for c in [*measured["census"]["containers"], *_outside_census(measured)]:
+    for c in [*measured["census"]["containers"], *_outside_census(measured), *(s["found"] for s in states)]:
         slot = table.setdefault((c["name"], c["dtype"]), _Resident(c["owner"]))
         slot.measured = True
         slot.measured_bytes += c["bytes"]
         slot.measured_numel += c["numel"]
         slot.storages += c["storages"]
     out = [_resident_row(measured, key, slot, table) for key, slot in table.items() if slot.predicted or slot.measured]
-    return [*out, *_unclaimed_rows(measured)]
+    return [*out, *_unclaimed_rows(measured, other)]
+
+
+def _host_states(measured: Data) -> tuple[list[dict[str, Any]], list[Data]]:
+    """On CUDA, the framework's `HOST_STATES` as predicted, with what was `found`; and what else nobody claims."""
+    other = measured["census"]["other"]
+    if measured.get("device", {}).get("type") != "cuda" or measured["framework"] not in HOST_STATES:
+        return [], other
+    dtype, shape, count, n_bytes, rule = HOST_STATES[measured["framework"]]
+    ours = [c for c in other if (c["dtype"], c["shape"]) == (dtype, shape) and not c["device"].startswith("cuda")]
+    found_bytes = sum(c["bytes"] for c in ours)
+    state = {"name": "rng_state", "owner": "framework", "dtype": dtype, "pad_numel": 0}
+    found = {**state, "numel": found_bytes, "bytes": found_bytes, "storages": sum(c["count"] for c in ours)}
+    wanted = {**state, "numel": n_bytes, "bytes": n_bytes, "storages": count, "rule": rule, "found": found}
+    return [wanted], [c for c in other if c not in ours]
 
 
 def _outside_census(measured: Data) -> list[dict[str, Any]]:
@@ -174,7 +194,7 @@ def _resident_row(
     name, dtype = key
     verdict, cause = rows.EXACT, ""
     if not slot.predicted:
-        verdict = rows.FOREIGN if slot.owner in rows.FOREIGN_OWNERS else rows.UNPREDICTED
+        verdict = rows.FOREIGN if slot.owner in rows.OF_THE_HARDWARE else rows.UNPREDICTED
     elif not slot.measured and slot.predicted_bytes:
         verdict = rows.MISSING
     elif slot.measured_bytes != slot.predicted_bytes:
@@ -205,10 +225,7 @@ def _resident_row(
     )
 
 
-def _unclaimed_rows(measured: Data) -> list[ResidentRow]:
-    other = measured["census"]["other"]
-    total = sum(c["bytes"] for c in other)
-    too_much = total > UNCLAIMED_BOUND_BYTES
+def _unclaimed_rows(measured: Data, other: Iterable[Data]) -> list[ResidentRow]:
     on_gpu = measured.get("device", {}).get("type") == "cuda"
     out = []
     for c in sorted(other, key=lambda c: (-c["bytes"], c["dtype"], c["shape"])):
@@ -222,8 +239,8 @@ def _unclaimed_rows(measured: Data) -> list[ResidentRow]:
                 predicted_bytes=0,
                 measured_bytes=c["bytes"],
                 residual_bytes=c["bytes"],
-                verdict=rows.UNPREDICTED if too_much else rows.FOREIGN,
-                cause=f"{total:,} B that nobody claims, more than {UNCLAIMED_BOUND_BYTES:,} B" if too_much else "",
+                verdict=rows.UNPREDICTED,
+                cause="no container of the framework or the script holds it",
                 owner=rows.UNCLAIMED,
                 dtype=c["dtype"],
                 predicted_numel=0,

@@ -10,7 +10,7 @@ DIFFERS = "differs"  # both are there, a figure is not equal
 MISSING = "missing"  # predicted, not measured
 UNPREDICTED = "unpredicted"  # measured, not predicted
 SIZES_DIFFER = "sizes differ"  # count and bytes agree, the sizes of the single calls do not
-FOREIGN = "not the framework's"  # measured, not predicted, and of the script, a library, the allocator or nobody
+FOREIGN = "not the framework's"  # measured, not predicted, and of a library or the allocator
 
 #: Verdicts that leave nothing of the framework unexplained.
 CLEAN = frozenset({EXACT, FOREIGN})
@@ -18,8 +18,12 @@ CLEAN = frozenset({EXACT, FOREIGN})
 #: Owner of a storage that no container claims.
 UNCLAIMED = "unclaimed"
 
-#: Owners whose storage the prediction need not know; it is named and bounded instead.
+#: Owners other than the framework.
 FOREIGN_OWNERS = frozenset({"script", "library", "allocator", UNCLAIMED})
+
+#: Owners whose bytes follow the hardware: a prediction that was made for no device does not know them, and they are
+#: listed. All else that was not predicted is a difference, were it one byte.
+OF_THE_HARDWARE = frozenset({"library", "allocator"})
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ def _allocator_rows(results: Results, run: str) -> list[dict[str, Any]]:
                 left,
                 int(last["allocated_bytes"]),
                 int(part["peak_bytes"].max() if pd.isna(peak) else peak),
-                _judged(all(f.empty for f in bad), left),
+                "exact" if all(f.empty for f in bad) else "differs",
             ),
             [],
         ).append(int(rank))
@@ -93,13 +93,6 @@ def _allocator_rows(results: Results, run: str) -> list[dict[str, Any]]:
         }
         for key, ranks in alike.items()
     ]
-
-
-def _judged(clean: bool, left_bytes: int) -> str:
-    """No byte left over beside the word exact: what no prediction holds is named, bounded though it may be."""
-    if not clean:
-        return "differs"
-    return f"exact but for {left_bytes:,} B that are not the framework's" if left_bytes else "exact"
 
 
 #: Owners of less than this part of a peak, in percent, are told together on the page; the CSV has each.

@@ -81,7 +81,7 @@ def foreign_table(results: Results) -> Table:
     keys = [c.key for c in columns if c.key != "ranks"]
     return Table(
         "not_the_frameworks",
-        "Resident, but not the framework's: named, with its size, and bounded.",
+        "Resident, but not the framework's: named, with its size, and predicted where a device is.",
         columns,
         _by_class(foreign, results.run_names, keys),
     )

@@ -33,11 +33,10 @@ GLOSSARY: tuple[tuple[str, str], ...] = (
     ("tensor parallel", "Ranks that each hold a slice of every matrix."),
     (
         "verdict",
-        "exact: predicted and measured are equal (but for N B: so many bytes that are not the framework's lie beside). "
-        "differs: they are not. missing: predicted, not measured. "
-        "unpredicted: measured, not predicted. sizes differ: same number of calls and bytes, other single calls. not "
-        "the "
-        "framework's: storage of the script, a library, the allocator, or that nobody claims.",
+        "exact: predicted and measured are equal. differs: they are not. missing: predicted, not measured. "
+        "unpredicted: measured, not predicted, were it one byte that nobody claims. sizes differ: same number of calls "
+        "and bytes, other single calls. not the framework's: of a library or the allocator, where the prediction was "
+        "made for no device.",
     ),
     (
         "wire bytes",
