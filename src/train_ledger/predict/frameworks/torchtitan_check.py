@@ -5,7 +5,7 @@ from __future__ import annotations
 from train_ledger.spec.errors import ConfigError
 from train_ledger.spec.run import Run
 
-from . import torchtitan_dtensor
+from . import torchtitan_dtensor, torchtitan_stages
 
 _SCALING_KEYS = ("factor", "high_freq_factor", "low_freq_factor", "original_max_position_embeddings")
 
@@ -59,13 +59,9 @@ def _check_model(run: Run) -> None:
 
 def _check_parallel(run: Run) -> None:
     p = run.parallel
-    for key, degree in (
-        ("pipeline_parallel", p.pipeline_parallel),
-        ("virtual_pipeline_parallel", p.virtual_pipeline_parallel),
-        ("context_parallel", p.context_parallel),
-    ):
-        if degree > 1:
-            _refuse(run, f"parallel.{key}", f"{degree} is not modelled for torchtitan, only 1")
+    if p.context_parallel > 1:
+        _refuse(run, "parallel.context_parallel", f"{p.context_parallel} is not modelled for torchtitan, only 1")
+    torchtitan_stages.check(run)
 
 
 def _check_tensor_parallel(run: Run) -> None:
