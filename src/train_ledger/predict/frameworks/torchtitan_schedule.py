@@ -24,15 +24,20 @@ def order(schedule: str, ranks: int, rank: int, stages_per_rank: int, micro_batc
     """One pass of `schedule` on pipeline rank `rank` of `ranks`.
 
     Args:
-        schedule: `1F1B`, `GPipe` or `Interleaved1F1B`.
+        schedule: `1F1B`, `GPipe`, `Interleaved1F1B` or `LoopedBFS`.
         ranks: pipeline ranks.
         rank: one of them.
-        stages_per_rank: 1 but for Interleaved1F1B.
+        stages_per_rank: 1 for the first two.
         micro_batches: of one pass.
     """
     forward, backward = Action("forward", rank), Action("backward", rank)
     if schedule == "Interleaved1F1B":
         return _with_fsdp(_interleaved(ranks, rank, stages_per_rank, micro_batches), micro_batches)
+    if schedule == "LoopedBFS":
+        mine = range(rank, ranks * stages_per_rank, ranks)
+        actions = [Action("forward", stage) for stage in mine for _ in range(micro_batches)]
+        actions += [Action("backward", stage) for stage in reversed(mine) for _ in range(micro_batches)]
+        return _with_fsdp(actions, micro_batches)
     if schedule == "GPipe":
         return (*[forward] * micro_batches, *[backward] * micro_batches, Action("reduce", rank))
     ahead = min(micro_batches, ranks - rank)  # Schedule1F1B._step_microbatches

@@ -12,7 +12,7 @@ from train_ledger.spec.errors import ConfigError
 from train_ledger.spec.run import Run
 
 #: Schedules that are modelled, and whether a rank holds several stages (torch/distributed/pipelining/schedules.py).
-SCHEDULES = {"1F1B": False, "GPipe": False, "Interleaved1F1B": True}
+SCHEDULES = {"1F1B": False, "GPipe": False, "Interleaved1F1B": True, "LoopedBFS": True}
 
 
 @dataclass(frozen=True)
@@ -184,6 +184,14 @@ def _check_split(run: Run) -> None:
             why, which = str(e), "first" if "input_weight" in str(e) else "last"
             key = f"torchtitan.pipeline_parallel_{which}_stage_less_layers" if "weight" in why else "pipeline_parallel"
             _refuse(run, key if "weight" in why else "parallel.pipeline_parallel", why)
+    bare = [stage.index for stage in stages(run) if not stage.layers and not stage.end]
+    if bare and not run.optimizer.decay_norms:
+        # components/optimizer/optimizer.py:OptimizersContainer._build_param_groups looks in each model part
+        _refuse(
+            run,
+            "optimizer.decay_norms",
+            f"Optimizer param_groups pattern of norms matched no parameters on stage {bare[0]}, which holds none",
+        )
     each = num_stages(run) // p.pipeline_parallel
     if each != p.virtual_pipeline_parallel:
         _refuse(
