@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from train_ledger.predict.frameworks import megatron_layout, megatron_plan
+from train_ledger.predict.frameworks import megatron_layout, megatron_plan, torchtitan_layout, torchtitan_stages
 from train_ledger.spec.groups import coordinates
 from train_ledger.spec.model import CanonicalTensor, canonical_tensors
 from train_ledger.spec.run import Run
@@ -61,11 +61,13 @@ def _torchtitan(run: Run, tensor: CanonicalTensor) -> dict[int, int]:
         else:
             rows = -(-rows // tp)
     part = -(-rows // shards)
-    grid = {"tp": tp, "dp_shard": shards, "dp_replicate": run.parallel.data_parallel_replicate}
+    grid = torchtitan_layout.mesh_sizes(run)
+    stage = torchtitan_stages.stage_of(run, tensor.name)
     out = {}
     for rank in range(run.world_size):
-        own = min(part, rows - part * coordinates(rank, grid)["dp_shard"])
-        if own > 0:
+        at = coordinates(rank, grid)
+        own = min(part, rows - part * at["dp_shard"])
+        if own > 0 and at["pp"] == stage % run.parallel.pipeline_parallel:
             out[rank] = own * cols
     return out
 

@@ -119,9 +119,7 @@ class TorchtitanSession:
         if logged is not None and logged[0] == step:
             return StepResult(loss=logged[1] if knows_loss else None, grad_norm=logged[2])
         # The local sum is divided by the tokens of all ranks already (trainer.py:_forward_backward_body).
-        return StepResult(
-            loss=self.last_loss * self.run.parallel.data_parallel if knows_loss else None, grad_norm=None
-        )
+        return StepResult(loss=self.last_loss * self.run.parallel.data_parallel if knows_loss else None, grad_norm=None)
 
     def owners(self) -> Iterator[Owned]:
         """Parameters and gradients of FSDP2, the optimizer's state, RoPE caches, and the batch that is still held."""
@@ -177,7 +175,10 @@ class TorchtitanSession:
 
         fqn = torchtitan_name(name)
         if fqn not in self.parameters:
-            if name in {tensor.name for tensor in canonical_tensors(self.run.model)} and self.run.parallel.pipeline_parallel > 1:
+            if (
+                name in {tensor.name for tensor in canonical_tensors(self.run.model)}
+                and self.run.parallel.pipeline_parallel > 1
+            ):
                 return None
             raise ConfigError(
                 f"{name!r} is no weight of model {self.run.model.name}",

@@ -67,7 +67,7 @@ def stand_in(trainer: Any, run: Run) -> None:
 
     trainer.pp_schedule._warmup_p2p = vote
     for stage in stages:
-        stage._recv_meta = _answer(stage, boundary_shape(run), dtype)  # type: ignore[method-assign]
+        setattr(stage, "_recv_meta", _answer(stage, boundary_shape(run), dtype))  # noqa: B010 - a method
         for method in ("_setup_forward_recv_info", "_setup_backward_recv_info"):
             setattr(stage, method, _then_zero(stage, getattr(stage, method)))
 

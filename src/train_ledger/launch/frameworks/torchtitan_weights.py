@@ -165,8 +165,7 @@ def _chunk(whole: torch.Tensor, parts: int, part: int, dim: int) -> torch.Tensor
 
 
 def _gather(parameter: torch.nn.Parameter, degrees: Any, group: dist.ProcessGroup | None) -> torch.Tensor | None:
-    """The whole parameter on the CPU of the group's first rank, from the shards of replica 0. All of its ranks call it.
-    """
+    """The whole parameter on the CPU of the group's first rank, from the shards of replica 0. All its ranks call it."""
     assert isinstance(parameter, DTensor)
     dim = tensor_parallel_dim(parameter)
     shape = list(parameter.shape)

@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from train_ledger.spec.ledger import Collective, Container
 from train_ledger.spec.dtypes import element_bytes
+from train_ledger.spec.ledger import Collective, Container
 from train_ledger.spec.run import Run
 
 from .torchtitan_layout import Layout, Unit, pp_rank, shard_axis
@@ -55,9 +55,7 @@ def _replays(run: Run, layout: Layout, rank: int, first: bool) -> Iterator[tuple
     p, s = run.parallel, run.settings
     times, each = passes(run)
     place = pp_rank(run, rank)
-    actions = order(
-        s["pipeline_parallel_schedule"], p.pipeline_parallel, place, p.virtual_pipeline_parallel, each
-    )
+    actions = order(s["pipeline_parallel_schedule"], p.pipeline_parallel, place, p.virtual_pipeline_parallel, each)
     for stage, units in zip(held(run, place), layout.stages, strict=True):
         own = tuple(action for action in actions if action.stage == stage.index)
         names = tuple(unit.name for unit in units)
@@ -144,7 +142,9 @@ def transfers(run: Run, rank: int, first: bool) -> Iterator[Collective]:
     numel = math.prod(boundary(run))
     rule = "torch/distributed/pipelining/schedules.py:_batch_p2p"
     vote, shapes = f"{_STAGE}:PipelineStage._warmup_forward_vote", f"{_STAGE}:PipelineStage._send_meta"
-    told, answered = (_metadata_bytes(run, constant) for constant in (_FORWARD_METADATA_BYTES, _BACKWARD_METADATA_BYTES))
+    told, answered = (
+        _metadata_bytes(run, constant) for constant in (_FORWARD_METADATA_BYTES, _BACKWARD_METADATA_BYTES)
+    )
     for stage in held(run, pp_rank(run, rank)):
         for there, way in _neighbours(run, stage):
             back = {"send": "recv", "recv": "send"}[way]
@@ -174,9 +174,17 @@ def _metadata_bytes(run: Run, constant: int) -> int:
     """Length of the pickled shapes that a stage tells another (`distributed_c10d.py:_object_to_tensor`): a constant,
     the name of the type, and three sizes and three strides, each in as few bytes as pickle's protocol has for it.
     """
-    b, s, d = boundary(run)
-    lengths = (2 if n < 2**8 else 3 if n < 2**16 else 5 if n < 2**31 else 2 + (n.bit_length() + 8) // 8 for n in (b, s, d, s * d, d, 1))  # fmt: skip
-    return constant + len(run.settings["mixed_precision_param"]) + sum(lengths)
+    batch, tokens, hidden = boundary(run)
+    numbers = (batch, tokens, hidden, tokens * hidden, hidden, 1)
+    return constant + len(run.settings["mixed_precision_param"]) + sum(map(_pickled_bytes, numbers))
+
+
+def _pickled_bytes(number: int) -> int:
+    """Opcode and value: BININT1, BININT2, BININT or LONG1 (`pickle.py:_Pickler.save_long`)."""
+    for limit, length in ((2**8, 2), (2**16, 3), (2**31, 5)):
+        if number < limit:
+            return length
+    return 3 + number.bit_length() // 8
 
 
 def received(run: Run, rank: int) -> Iterator[Container]:

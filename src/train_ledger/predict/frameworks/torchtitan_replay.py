@@ -1,4 +1,4 @@
-"""FSDP2 under torch's pipeline schedules, replayed: when a stage's units are gathered, when their gradients are reduced.
+"""FSDP2 under torch's pipeline schedules, replayed: when a stage's units are gathered and their gradients reduced.
 
 A schedule turns off, before every backward, both the reduction of gradients and resharding; after a stage's last
 backward it reduces all and reshards (torch/distributed/pipelining/stage.py:backward_maybe_with_nosync,

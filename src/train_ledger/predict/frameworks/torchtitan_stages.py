@@ -6,6 +6,7 @@ Sources: `torchtitan/distributed/pipeline_parallel.py` (stages), `torchtitan/tra
 from __future__ import annotations
 
 import functools
+import re
 from dataclasses import dataclass
 
 from train_ledger.spec.errors import ConfigError
@@ -102,6 +103,16 @@ def held(run: Run, pp_rank: int) -> tuple[Stage, ...]:
     return stages(run)[pp_rank :: run.parallel.pipeline_parallel]
 
 
+def stage_of(run: Run, weight: str) -> int:
+    """Number of the stage that holds the weight of that Hugging Face Llama name."""
+    found = re.match(r"model\.layers\.(\d+)\.", weight)
+    for stage in stages(run):
+        held_here = int(found[1]) in stage.layers if found else stage.end
+        if held_here or (stage.embedding and weight == "model.embed_tokens.weight"):
+            return stage.index
+    raise ValueError(f"{weight} is on no stage")
+
+
 def local_batch(run: Run) -> int:
     """Sequences of one pass of the schedule on one data-parallel replica (`TrainingConfig.local_batch_size`)."""
     if run.parallel.pipeline_parallel == 1:
@@ -153,7 +164,9 @@ def _refuse(run: Run, key: str, why: str) -> None:
 def _check_split(run: Run) -> None:
     s, p = run.settings, run.parallel
     schedule, key = s["pipeline_parallel_schedule"], "torchtitan.pipeline_parallel_layers_per_stage"
-    if s["pipeline_parallel_layers_per_stage"] is not None:  # _get_pipeline_metadata, which named parts do not switch off
+    if (
+        s["pipeline_parallel_layers_per_stage"] is not None
+    ):  # _get_pipeline_metadata, which named parts do not switch off
         count = _generated(run)
         if count % p.pipeline_parallel:
             _refuse(
@@ -168,9 +181,7 @@ def _check_split(run: Run) -> None:
         key = "torchtitan.module_fqns_per_model_part"
         _check_names(run, named)
         if len(named) % p.pipeline_parallel:
-            _refuse(
-                run, key, f"num_stages {len(named)} must be evenly divisible by pp_degree {p.pipeline_parallel}"
-            )
+            _refuse(run, key, f"num_stages {len(named)} must be evenly divisible by pp_degree {p.pipeline_parallel}")
         _check_per_rank(run, len(named), key)
     else:
         try:
