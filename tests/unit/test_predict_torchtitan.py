@@ -214,7 +214,6 @@ def test_norms_of_queries_and_keys(paper: Run) -> None:
         ({"model": {"num_query_groups": 1}}, "parallel.tensor_parallel", "must divide n_kv_heads (1)"),
         ({"model": {"vocab_size": 128255}}, "parallel.tensor_parallel", "vocab"),
         ({"settings": {"num_chunks": 7}}, "torchtitan.num_chunks", "divisible by num_chunks"),
-        ({"parallel": {"pipeline_parallel": 2}}, "parallel.pipeline_parallel", "not modelled"),
         ({"parallel": {"context_parallel": 2}}, "parallel.context_parallel", "not modelled"),
         ({"parallel": {"data_parallel_shard": 9999}}, "parallel.data_parallel_shard", "rows of wqkv"),
     ],

@@ -13,7 +13,7 @@ from train_ledger.spec.dtypes import element_bytes
 from train_ledger.spec.ledger import Collective, Container
 from train_ledger.spec.run import Run
 
-from .torchtitan_layout import Layout, Unit, pp_rank, shard_axis
+from .torchtitan_layout import Layout, Unit, layout, pp_rank, shard_axis
 from .torchtitan_replay import END, HEAD, NORM, Replay, replay
 from .torchtitan_schedule import order
 from .torchtitan_stages import Stage, held, num_stages, passes
@@ -50,13 +50,13 @@ def work(run: Run, rank: int, first: bool) -> list[Work]:
     ]
 
 
-def _replays(run: Run, layout: Layout, rank: int, first: bool) -> Iterator[tuple[tuple[Unit, ...], Replay]]:
+def _replays(run: Run, at: Layout, rank: int, first: bool) -> Iterator[tuple[tuple[Unit, ...], Replay]]:
     """Units of every stage of a rank, and what FSDP does with them in a step."""
     p, s = run.parallel, run.settings
     times, each = passes(run)
     place = pp_rank(run, rank)
     actions = order(s["pipeline_parallel_schedule"], p.pipeline_parallel, place, p.virtual_pipeline_parallel, each)
-    for stage, units in zip(held(run, place), layout.stages, strict=True):
+    for stage, units in zip(held(run, place), at.stages, strict=True):
         own = tuple(action for action in actions if action.stage == stage.index)
         names = tuple(unit.name for unit in units)
         policy, chunked = s["fsdp_reshard_after_forward"], s["chunked_loss"]
@@ -70,22 +70,22 @@ def _part_numel(unit: Unit, parts: tuple[str, ...]) -> int:
     return sum(s.padded_numel for s in unit.shards if s.parameter.name.removesuffix(".weight") in parts)
 
 
-def grad_buffers(run: Run, layout: Layout, rank: int) -> Counter[int]:
+def grad_buffers(run: Run, at: Layout, rank: int) -> Counter[int]:
     """How many buffers of how many elements the gradients of a step lie in at its end."""
     out: Counter[int] = Counter()
-    for units, result in _replays(run, layout, rank, first=False):
+    for units, result in _replays(run, at, rank, first=False):
         by_name = {unit.name: unit for unit in units}
         for name, parts in result.kept:
             out[_part_numel(by_name[name], parts)] += by_name[name].count
     return out
 
 
-def sharded(run: Run, layout: Layout, rank: int, first: bool) -> Iterator[Collective]:
+def sharded(run: Run, at: Layout, rank: int, first: bool) -> Iterator[Collective]:
     """All-gathers, reduce-scatters, HSDP's all-reduces, and sums of norms' gradients over tensor-parallel ranks."""
     p, s = run.parallel, run.settings
     shards, param, reduce = p.data_parallel_shard, s["mixed_precision_param"], s["mixed_precision_reduce"]
     norms: Counter[int] = Counter()
-    for units, result in _replays(run, layout, rank, first):
+    for units, result in _replays(run, at, rank, first):
         by_name = {unit.name: unit for unit in units}
         for (name, phase), count in result.gathers.items():
             unit, numel = by_name[name], by_name[name].gathered_numel
@@ -122,6 +122,15 @@ def _summed(run: Run, unit: Unit, parts: tuple[str, ...]) -> list[int]:
         return []
     own = [run.model.head_dim] * 2 if run.model.qk_norm else []
     return own + ([run.model.hidden_size] * 2 if pending else [])
+
+
+def reduces_norm_with_head(run: Run) -> bool:
+    """Whether gradients of the final norm wait for a reduction of the head's, on the last stage of a pipeline."""
+    if run.parallel.pipeline_parallel == 1:
+        return False
+    last = run.world_size - 1
+    results = _replays(run, layout(run, last), last, first=False)
+    return any({NORM, HEAD} <= set(parts) for _, result in results for _, parts in result.reductions)
 
 
 # --- between stages --------------------------------------------------------------------------------------------------
