@@ -100,34 +100,45 @@ def configurations(seed: int = SEED, count: int = COUNT) -> list[dict[str, Any]]
     return out
 
 
+SCHEDULE, PER_STAGE = "pipeline_parallel_schedule", "pipeline_parallel_layers_per_stage"
+FIRST_LESS, LAST_LESS = (f"pipeline_parallel_{end}_stage_less_layers" for end in ("first", "last"))
+PARTS = "module_fqns_per_model_part"
+GPIPE, INTERLEAVED, LOOPED = {SCHEDULE: "GPipe"}, {SCHEDULE: "Interleaved1F1B"}, {SCHEDULE: "LoopedBFS"}
+
+
+def parts(text: str) -> dict[str, list[list[str]]]:
+    """Stages by the modules that they name."""
+    return {PARTS: [stage.split() for stage in text.split("|")]}
+
+
 #: Pipelines: (ranks, stages a rank, replicate, shard, tensor), layers, and how stages are cut and scheduled.
 PIPELINES: list[tuple[tuple[int, int, int, int, int], int, dict[str, Any]]] = [
     ((2, 1, 1, 1, 1), 2, {}),
     ((2, 1, 1, 2, 1), 3, {}),
-    ((2, 1, 1, 3, 1), 4, {"pipeline_parallel_schedule": "GPipe"}),
+    ((2, 1, 1, 3, 1), 4, GPIPE),
     ((2, 1, 2, 1, 1), 2, {}),
-    ((2, 1, 2, 2, 1), 3, {"pipeline_parallel_schedule": "GPipe"}),
+    ((2, 1, 2, 2, 1), 3, GPIPE),
     ((2, 1, 1, 1, 2), 2, {}),
     ((2, 1, 1, 2, 2), 3, {}),
-    ((2, 1, 1, 2, 2), 2, {"pipeline_parallel_schedule": "GPipe"}),
-    ((3, 1, 1, 1, 1), 4, {"pipeline_parallel_first_stage_less_layers": 0, "pipeline_parallel_last_stage_less_layers": 2}),
+    ((2, 1, 1, 2, 2), 2, GPIPE),
+    ((3, 1, 1, 1, 1), 4, {FIRST_LESS: 0, LAST_LESS: 2}),
     ((3, 1, 1, 2, 1), 5, {}),
-    ((4, 1, 1, 1, 1), 6, {"pipeline_parallel_layers_per_stage": 2}),
-    ((4, 1, 1, 2, 1), 4, {"module_fqns_per_model_part": [["tok_embeddings"], ["layers.0", "layers.1", "layers.2"], ["layers.3"], ["norm", "lm_head"]]}),
-    ((2, 2, 1, 1, 1), 4, {"pipeline_parallel_schedule": "Interleaved1F1B"}),
-    ((2, 2, 1, 2, 1), 6, {"pipeline_parallel_schedule": "Interleaved1F1B"}),
-    ((2, 2, 1, 2, 2), 4, {"pipeline_parallel_schedule": "Interleaved1F1B"}),
-    ((2, 3, 1, 2, 1), 4, {"pipeline_parallel_schedule": "Interleaved1F1B", "pipeline_parallel_layers_per_stage": 1}),
-    ((2, 4, 1, 2, 1), 8, {"pipeline_parallel_schedule": "Interleaved1F1B", "pipeline_parallel_layers_per_stage": 1, "pipeline_parallel_first_stage_less_layers": 0, "pipeline_parallel_last_stage_less_layers": 0}),
-    ((2, 2, 1, 2, 1), 3, {"pipeline_parallel_schedule": "LoopedBFS"}),
-    ((2, 2, 2, 2, 1), 4, {"pipeline_parallel_schedule": "LoopedBFS"}),
-    ((2, 5, 1, 1, 1), 8, {"pipeline_parallel_schedule": "LoopedBFS", "pipeline_parallel_layers_per_stage": 1}),
-    ((3, 2, 1, 1, 1), 5, {"pipeline_parallel_schedule": "Interleaved1F1B"}),
+    ((4, 1, 1, 1, 1), 6, {PER_STAGE: 2}),
+    ((4, 1, 1, 2, 1), 4, parts("tok_embeddings | layers.0 layers.1 layers.2 | layers.3 | norm lm_head")),
+    ((2, 2, 1, 1, 1), 4, INTERLEAVED),
+    ((2, 2, 1, 2, 1), 6, INTERLEAVED),
+    ((2, 2, 1, 2, 2), 4, INTERLEAVED),
+    ((2, 3, 1, 2, 1), 4, {**INTERLEAVED, PER_STAGE: 1}),
+    ((2, 4, 1, 2, 1), 8, {**INTERLEAVED, PER_STAGE: 1, FIRST_LESS: 0, LAST_LESS: 0}),
+    ((2, 2, 1, 2, 1), 3, LOOPED),
+    ((2, 2, 2, 2, 1), 4, LOOPED),
+    ((2, 5, 1, 1, 1), 8, {**LOOPED, PER_STAGE: 1}),
+    ((3, 2, 1, 1, 1), 5, INTERLEAVED),
     ((8, 1, 1, 1, 1), 8, {}),
     ((2, 1, 1, 32, 2), 2, {}),
-    ((2, 1, 4, 8, 1), 3, {"pipeline_parallel_schedule": "GPipe"}),
-    ((4, 1, 1, 1, 2), 3, {"module_fqns_per_model_part": [["tok_embeddings", "layers.0"], ["layers.1"], ["layers.2"], ["norm", "lm_head"]]}),
-]  # fmt: skip
+    ((2, 1, 4, 8, 1), 3, GPIPE),
+    ((4, 1, 1, 1, 2), 3, parts("tok_embeddings layers.0 | layers.1 | layers.2 | norm lm_head")),
+]
 
 
 def pipelines(seed: int = SEED) -> list[dict[str, Any]]:
@@ -135,7 +146,7 @@ def pipelines(seed: int = SEED) -> list[dict[str, Any]]:
     draw = random.Random(seed)
     out = []
     for (ranks, stages, replicate, shard, tensor), layers, cut in PIPELINES:
-        schedule = cut.get("pipeline_parallel_schedule", "1F1B")
+        schedule = cut.get(SCHEDULE, "1F1B")
         micro, passes = draw.choice([1, 2]), draw.choice([1, 1, 2])
         possible = [n for n in range(1, 2 * ranks + 2) if n % max(1, n // ranks) == 0]
         each = draw.choice(range(ranks, 2 * ranks + 2)) if schedule == "1F1B" else draw.choice(possible)
@@ -147,7 +158,7 @@ def pipelines(seed: int = SEED) -> list[dict[str, Any]]:
         shape |= {"num_layers": layers, "tie_embeddings": False, "vocab_size": draw.choice([522, 524, 96])}
         if shard == 32:
             shape["head_dim"] = 14  # rows enough for every shard
-        bare = cut.get("module_fqns_per_model_part", [[]])[0] == ["tok_embeddings"] or stages in (3, 5)
+        bare = cut.get(PARTS, [[]])[0] == ["tok_embeddings"] or stages in (3, 5)
         local = micro * each if passes > 1 or draw.random() < 0.5 else None
         out.append(
             {

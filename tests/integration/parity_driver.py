@@ -91,10 +91,6 @@ LAYOUTS: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
         "fsdp2-tp2": ({"data_parallel_shard": 2, "tensor_parallel": 2, "sequence_parallel": True}, {}),
         "pp2": ({"pipeline_parallel": 2}, {}),
         "pp2-fsdp2": ({"pipeline_parallel": 2, "data_parallel_shard": 2}, {"local_batch_size": 2}),
-        "pp2-interleaved": (
-            {"pipeline_parallel": 2, "virtual_pipeline_parallel": 2},
-            {"pipeline_parallel_schedule": "Interleaved1F1B"},
-        ),
     },
 }
 #: Where the faults are planted: a layout that cuts the weights.
