@@ -148,6 +148,8 @@ def pipelines(seed: int = SEED) -> list[dict[str, Any]]:
     for (ranks, stages, replicate, shard, tensor), layers, cut in PIPELINES:
         schedule = cut.get(SCHEDULE, "1F1B")
         micro, passes = draw.choice([1, 2]), draw.choice([1, 1, 2])
+        if tensor > 1 and ranks * stages > 2:
+            micro = 1  # more is refused with sequence parallelism
         possible = [n for n in range(1, 2 * ranks + 2) if n % max(1, n // ranks) == 0]
         each = draw.choice(range(ranks, 2 * ranks + 2)) if schedule == "1F1B" else draw.choice(possible)
         shape, own = model(draw, tensor), settings(draw)

@@ -270,6 +270,17 @@ def test_a_loss_of_one_chunk_is_refused_where_gradients_of_two_types_meet(pp2: R
         torchtitan.check(replace(one, settings={**one.settings, **fine}))
 
 
+def test_sequences_that_would_be_scrambled_are_refused(pp2: Run) -> None:
+    """Three stages, several sequences, sequence parallelism; each alone is right."""
+    run = replace(pipeline(pp2, 3, tensor=2), micro_batch=2, global_batch=16)
+    with pytest.raises(ConfigError, match="scrambled") as refusal:
+        torchtitan.check(run)
+    assert refusal.value.key == "micro_batch"
+    torchtitan.check(replace(run, micro_batch=1))
+    torchtitan.check(replace(run, parallel=replace(run.parallel, sequence_parallel=False)))
+    torchtitan.check(replace(pipeline(pp2, 2, tensor=2), micro_batch=2, global_batch=16))
+
+
 def test_without_stages_there_is_no_local_batch(pp2: Run) -> None:
     """A rank takes a micro-batch at once then."""
     run = replace(pipeline(pp2, 1), settings={**pp2.settings, "local_batch_size": 4})

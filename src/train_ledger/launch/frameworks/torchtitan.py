@@ -44,10 +44,12 @@ def build(run: Run, rank: Rank) -> TorchtitanSession:
         trainer = config.build()
     except (ValueError, NotImplementedError, AssertionError) as e:
         raise ConfigError(f"torchtitan refuses the run: {e}", file=run.source or None, key="torchtitan") from e
-    if rank.world == "fake":
-        from .torchtitan_pipeline import stand_in
+    if rank.world != "nccl":
+        from .torchtitan_pipeline import send_as_it_lies, stand_in
 
-        stand_in(trainer, run)
+        send_as_it_lies(trainer)
+        if rank.world == "fake":
+            stand_in(trainer, run)
     return TorchtitanSession(run, trainer)
 
 

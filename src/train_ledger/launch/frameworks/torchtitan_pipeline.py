@@ -38,11 +38,52 @@ def received(trainer: Any) -> Iterator[Owned]:
                     yield Owned(name, "framework", info.buffer)
 
 
-def boundary_shape(run: Run) -> tuple[int, int, int]:
-    """Shape of what one stage sends to the next on one rank: sequences, tokens, channels."""
-    p = run.parallel
-    tokens = run.seq_length // (p.tensor_parallel if p.sequence_parallel else 1)
-    return run.micro_batch, tokens, run.model.hidden_size
+def send_as_it_lies(trainer: Any) -> None:
+    """Sends and receives in the order of memory, as NCCL does, where other backends want contiguous tensors.
+
+    With sequence parallelism a stage's output lies tokens first when there is more than one sequence, and so does the
+    receiver's buffer: stages tell each other strides. NCCL moves memory as it lies
+    (torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp, which only warns of it); gloo refuses.
+    """
+    for stage in stages_of(trainer):
+        for method in ("get_fwd_send_ops", "get_bwd_send_ops", "_get_recv_ops"):
+            setattr(stage, method, _as_it_lies(getattr(stage, method)))
+
+
+def _as_it_lies(operations: Callable[..., list[dist.P2POp]]) -> Callable[..., list[dist.P2POp]]:
+    def flat(*args: Any) -> list[dist.P2POp]:
+        ops = operations(*args)
+        for op in ops:
+            if not op.tensor.is_contiguous():
+                op.tensor = op.tensor.detach().as_strided((op.tensor.numel(),), (1,))
+        return ops
+
+    return flat
+
+
+def boundary(run: Run, layers: bool) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    """Shape and strides of what a stage passes on, activation or gradient: sequences, tokens, channels.
+
+    Args:
+        run: resolved.
+        layers: whether the stage has layers. Their sums put the order of memory right where there is one sequence.
+    """
+    p, d = run.parallel, run.model.hidden_size
+    split = p.tensor_parallel > 1 and p.sequence_parallel
+    batch, tokens = run.micro_batch, run.seq_length // (p.tensor_parallel if split else 1)
+    tokens_first = split and (batch > 1 or not layers)
+    return (batch, tokens, d), (d, batch * d, 1) if tokens_first else (tokens * d, d, 1)
+
+
+def _stages_with_layers(trainer: Any) -> list[bool]:
+    """Of the whole pipeline, as torchtitan cuts it (pipeline_parallel.py:pipeline_llm)."""
+    from torchtitan.distributed.pipeline_parallel import _generate_llm_fqn_per_model_part, _get_pipeline_metadata
+
+    parallelism = trainer.config.parallelism
+    named = parallelism.module_fqns_per_model_part or _generate_llm_fqn_per_model_part(
+        *_get_pipeline_metadata(trainer.parallel_dims, parallelism, trainer.model_config)
+    )
+    return [any(name.startswith("layers.") for name in names) for names in named]
 
 
 def stand_in(trainer: Any, run: Run) -> None:
@@ -56,6 +97,11 @@ def stand_in(trainer: Any, run: Run) -> None:
     if not stages:
         return
     dtype = getattr(torch, run.settings["mixed_precision_param"])
+    layers = _stages_with_layers(trainer)
+
+    def meta(source: int, forward: bool) -> _TensorMeta:
+        shape, strides = boundary(run, layers[source])
+        return _TensorMeta(torch.Size(shape), strides, dtype, requires_grad=forward)
 
     def vote(voters: list[PipelineStage], has_backward: bool, p2p_done: bool) -> None:
         total = None
@@ -67,16 +113,15 @@ def stand_in(trainer: Any, run: Run) -> None:
 
     trainer.pp_schedule._warmup_p2p = vote
     for stage in stages:
-        setattr(stage, "_recv_meta", _answer(stage, boundary_shape(run), dtype))  # noqa: B010 - a method
+        setattr(stage, "_recv_meta", _answer(stage, meta))  # noqa: B010 - a method
         for method in ("_setup_forward_recv_info", "_setup_backward_recv_info"):
             setattr(stage, method, _then_zero(stage, getattr(stage, method)))
 
 
-def _answer(stage: PipelineStage, shape: tuple[int, int, int], dtype: torch.dtype) -> Callable[[int], Any]:
+def _answer(stage: PipelineStage, meta: Callable[[int, bool], _TensorMeta]) -> Callable[[int], Any]:
     def receive(source: int) -> _StageForwardMeta | _StageBackwardMeta:
         forward = source < stage.stage_index
-        meta = _TensorMeta(torch.Size(shape), (shape[1] * shape[2], shape[2], 1), dtype, requires_grad=forward)
-        answer = _StageForwardMeta((meta,)) if forward else _StageBackwardMeta((meta,))
+        answer = (_StageForwardMeta if forward else _StageBackwardMeta)((meta(source, forward),))
         made, size = dist.distributed_c10d._object_to_tensor(answer, stage.device, stage.group)
         peer = stage.stage_index_to_group_rank[source]
         for tensor in (size, made):  # distributed_c10d.py:recv_object_list

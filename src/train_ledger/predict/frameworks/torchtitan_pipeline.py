@@ -16,7 +16,7 @@ from train_ledger.spec.run import Run
 from .torchtitan_layout import Layout, Unit, layout, pp_rank, shard_axis
 from .torchtitan_replay import END, HEAD, NORM, Replay, replay
 from .torchtitan_schedule import order
-from .torchtitan_stages import Stage, held, num_stages, passes
+from .torchtitan_stages import Stage, held, num_stages, passes, stages
 
 _GROUP = "torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py"
 _REDUCE = "torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py:foreach_reduce"
@@ -151,27 +151,29 @@ def transfers(run: Run, rank: int, first: bool) -> Iterator[Collective]:
     numel = math.prod(boundary(run))
     rule = "torch/distributed/pipelining/schedules.py:_batch_p2p"
     vote, shapes = f"{_STAGE}:PipelineStage._warmup_forward_vote", f"{_STAGE}:PipelineStage._send_meta"
-    told, answered = (
-        _metadata_bytes(run, constant) for constant in (_FORWARD_METADATA_BYTES, _BACKWARD_METADATA_BYTES)
-    )
     for stage in held(run, pp_rank(run, rank)):
         for there, way in _neighbours(run, stage):
             back = {"send": "recv", "recv": "send"}[way]
-            ways = ((way, "forward", told), (back, "backward", answered))
+            earlier, later = (stage, there) if way == "send" else (there, stage)
+            ways = (
+                (way, "forward", _FORWARD_METADATA_BYTES + _metadata_bytes(run, earlier)),
+                (back, "backward", _BACKWARD_METADATA_BYTES + _metadata_bytes(run, later)),
+            )
             for op, phase, length in ways:
                 yield _transfer(op, dtype, numel, m, "pipeline", phase, rule)
                 if first:
-                    yield _transfer(op, "int32", 1, 1, f"vote with stage {there}", "step", vote)
-                    yield _transfer(op, "int64", 1, 1, f"shapes with stage {there}", "step", shapes)
-                    yield _transfer(op, "uint8", length, 1, f"shapes with stage {there}", "step", shapes)
+                    yield _transfer(op, "int32", 1, 1, f"vote with stage {there.index}", "step", vote)
+                    yield _transfer(op, "int64", 1, 1, f"shapes with stage {there.index}", "step", shapes)
+                    yield _transfer(op, "uint8", length, 1, f"shapes with stage {there.index}", "step", shapes)
 
 
-def _neighbours(run: Run, stage: Stage) -> Iterator[tuple[int, str]]:
+def _neighbours(run: Run, stage: Stage) -> Iterator[tuple[Stage, str]]:
     """Neighbouring stages, and what happens to activations between it and `stage`."""
+    every = stages(run)
     if stage.index > 0:
-        yield stage.index - 1, "recv"
-    if stage.index < num_stages(run) - 1:
-        yield stage.index + 1, "send"
+        yield every[stage.index - 1], "recv"
+    if stage.index < len(every) - 1:
+        yield every[stage.index + 1], "send"
 
 
 def _transfer(op: str, dtype: str, numel: int, count: int, component: str, phase: str, rule: str) -> Collective:
@@ -179,13 +181,18 @@ def _transfer(op: str, dtype: str, numel: int, count: int, component: str, phase
     return Collective(op, "pp", dtype, *sizes, count, component, phase, rule)
 
 
-def _metadata_bytes(run: Run, constant: int) -> int:
-    """Length of the pickled shapes that a stage tells another (`distributed_c10d.py:_object_to_tensor`): a constant,
-    the name of the type, and three sizes and three strides, each in as few bytes as pickle's protocol has for it.
+def _metadata_bytes(run: Run, sender: Stage) -> int:
+    """Length of the pickled shapes that a stage tells another (`distributed_c10d.py:_object_to_tensor`), as far as it
+    depends on them: the name of the type, and three sizes and three strides, each in as few bytes as pickle has for it.
+
+    Sequence parallelism leaves its results tokens first; where there is one sequence, the sums in a layer undo that.
     """
     batch, tokens, hidden = boundary(run)
-    numbers = (batch, tokens, hidden, tokens * hidden, hidden, 1)
-    return constant + len(run.settings["mixed_precision_param"]) + sum(map(_pickled_bytes, numbers))
+    split = run.parallel.tensor_parallel > 1 and run.parallel.sequence_parallel
+    tokens_first = split and (batch > 1 or not sender.layers)
+    strides = (hidden, batch * hidden) if tokens_first else (tokens * hidden, hidden)
+    numbers = (batch, tokens, hidden, *strides, 1)
+    return len(run.settings["mixed_precision_param"]) + sum(map(_pickled_bytes, numbers))
 
 
 def _pickled_bytes(number: int) -> int:
