@@ -20,7 +20,7 @@ from .torchtitan_device import import_torchtitan, use_device
 def warm_up() -> None:
     """Imports torchtitan. Touches no CUDA."""
     import_torchtitan()
-    from . import torchtitan_config, torchtitan_weights  # noqa: F401
+    from . import torchtitan_config, torchtitan_pipeline, torchtitan_weights  # noqa: F401
 
 
 def build(run: Run, rank: Rank) -> TorchtitanSession:
@@ -31,7 +31,9 @@ def build(run: Run, rank: Rank) -> TorchtitanSession:
     """
     warm_up()
     from .torchtitan_config import TIMEOUT_S, trainer_config
+    from .torchtitan_pipeline import refuse_scrambling, send_as_it_lies, stand_in
 
+    refuse_scrambling(run)
     use_device(rank.device)
     # distributed/utils.py:init_distributed does this before it starts the group, and leaves a group alone that is
     # there: backward must run on the calling thread, whose thread-local device mesh the recomputed collectives need.
@@ -45,8 +47,6 @@ def build(run: Run, rank: Rank) -> TorchtitanSession:
     except (ValueError, NotImplementedError, AssertionError) as e:
         raise ConfigError(f"torchtitan refuses the run: {e}", file=run.source or None, key="torchtitan") from e
     if rank.world != "nccl":
-        from .torchtitan_pipeline import send_as_it_lies, stand_in
-
         send_as_it_lies(trainer)
         if rank.world == "fake":
             stand_in(trainer, run)
@@ -176,12 +176,10 @@ class TorchtitanSession:
         from .torchtitan_weights import tensor_parallel_dim, torchtitan_name
 
         fqn = torchtitan_name(name)
+        elsewhere = self.run.parallel.pipeline_parallel > 1 and fqn not in self.parameters
+        if elsewhere and name in {tensor.name for tensor in canonical_tensors(self.run.model)}:
+            return None
         if fqn not in self.parameters:
-            if (
-                name in {tensor.name for tensor in canonical_tensors(self.run.model)}
-                and self.run.parallel.pipeline_parallel > 1
-            ):
-                return None
             raise ConfigError(
                 f"{name!r} is no weight of model {self.run.model.name}",
                 file=self.run.source or None,

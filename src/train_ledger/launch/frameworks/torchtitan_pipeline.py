@@ -16,7 +16,25 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._utils import InferenceMode, _StageBackwardMeta, _StageForwardMeta, _TensorMeta
 
 from train_ledger.launch.session import Owned
+from train_ledger.spec.errors import ConfigError
 from train_ledger.spec.run import Run
+
+
+def refuse_scrambling(run: Run) -> None:
+    """Refuse what torch's stages would train wrongly without a word.
+
+    Under sequence parallelism gradients lie tokens first, where there are several sequences. A stage that has another
+    behind it tells the one before it that they lie sequences first, since it learns that from a backward of ones
+    (stage.py:PipelineStage._ones_from_metadata), and NCCL moves memory as it lies.
+
+    Raises:
+        ConfigError: three stages or more, several sequences a micro-batch, sequence parallelism.
+    """
+    p = run.parallel
+    count = p.pipeline_parallel * p.virtual_pipeline_parallel
+    if count > 2 and p.tensor_parallel > 1 and p.sequence_parallel and run.micro_batch > 1:
+        why = f"{run.micro_batch} sequences under sequence parallelism in {count} stages would scramble gradients"
+        raise ConfigError(why, file=run.source or None, key="micro_batch")
 
 
 def stages_of(trainer: Any) -> list[PipelineStage]:
