@@ -137,7 +137,7 @@ PIPELINES: list[tuple[tuple[int, int, int, int, int], int, dict[str, Any]]] = [
     ((8, 1, 1, 1, 1), 8, {}),
     ((2, 1, 1, 32, 2), 2, {}),
     ((2, 1, 4, 8, 1), 3, GPIPE),
-    ((4, 1, 1, 1, 2), 3, parts("tok_embeddings layers.0 | layers.1 | layers.2 | norm lm_head")),
+    ((4, 1, 1, 1, 2), 3, parts("tok_embeddings | layers.0 layers.1 | layers.2 | norm lm_head")),
 ]
 
 
@@ -148,8 +148,6 @@ def pipelines(seed: int = SEED) -> list[dict[str, Any]]:
     for (ranks, stages, replicate, shard, tensor), layers, cut in PIPELINES:
         schedule = cut.get(SCHEDULE, "1F1B")
         micro, passes = draw.choice([1, 2]), draw.choice([1, 1, 2])
-        if tensor > 1 and ranks * stages > 2:
-            micro = 1  # more is refused with sequence parallelism
         possible = [n for n in range(1, 2 * ranks + 2) if n % max(1, n // ranks) == 0]
         each = draw.choice(range(ranks, 2 * ranks + 2)) if schedule == "1F1B" else draw.choice(possible)
         shape, own = model(draw, tensor), settings(draw)
@@ -160,6 +158,9 @@ def pipelines(seed: int = SEED) -> list[dict[str, Any]]:
         shape |= {"num_layers": layers, "tie_embeddings": False, "vocab_size": draw.choice([522, 524, 96])}
         if shard == 32:
             shape["head_dim"] = 14  # rows enough for every shard
+        sequence_parallel = tensor > 1 and draw.random() < 0.7
+        if sequence_parallel:
+            micro = 1  # more is refused
         bare = cut.get(PARTS, [[]])[0] == ["tok_embeddings"] or stages in (3, 5)
         local = micro * each if passes > 1 or draw.random() < 0.5 else None
         out.append(
@@ -173,7 +174,7 @@ def pipelines(seed: int = SEED) -> list[dict[str, Any]]:
                     "global_batch": micro * each * passes * replicate * shard,
                     "parallel": {
                         "tensor_parallel": tensor,
-                        "sequence_parallel": tensor > 1 and draw.random() < 0.6,
+                        "sequence_parallel": sequence_parallel,
                         "pipeline_parallel": ranks,
                         "virtual_pipeline_parallel": stages,
                         "data_parallel_replicate": replicate,

@@ -31,9 +31,8 @@ def build(run: Run, rank: Rank) -> TorchtitanSession:
     """
     warm_up()
     from .torchtitan_config import TIMEOUT_S, trainer_config
-    from .torchtitan_pipeline import refuse_scrambling, send_as_it_lies, stand_in
+    from .torchtitan_pipeline import stand_in
 
-    refuse_scrambling(run)
     use_device(rank.device)
     # distributed/utils.py:init_distributed does this before it starts the group, and leaves a group alone that is
     # there: backward must run on the calling thread, whose thread-local device mesh the recomputed collectives need.
@@ -46,10 +45,8 @@ def build(run: Run, rank: Rank) -> TorchtitanSession:
         trainer = config.build()
     except (ValueError, NotImplementedError, AssertionError) as e:
         raise ConfigError(f"torchtitan refuses the run: {e}", file=run.source or None, key="torchtitan") from e
-    if rank.world != "nccl":
-        send_as_it_lies(trainer)
-        if rank.world == "fake":
-            stand_in(trainer, run)
+    if rank.world == "fake":
+        stand_in(trainer, run)
     return TorchtitanSession(run, trainer)
 
 

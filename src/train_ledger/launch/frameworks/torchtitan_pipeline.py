@@ -16,25 +16,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._utils import InferenceMode, _StageBackwardMeta, _StageForwardMeta, _TensorMeta
 
 from train_ledger.launch.session import Owned
-from train_ledger.spec.errors import ConfigError
 from train_ledger.spec.run import Run
-
-
-def refuse_scrambling(run: Run) -> None:
-    """Refuse what torch's stages would train wrongly without a word.
-
-    Under sequence parallelism gradients lie tokens first, where there are several sequences. A stage that has another
-    behind it tells the one before it that they lie sequences first, since it learns that from a backward of ones
-    (stage.py:PipelineStage._ones_from_metadata), and NCCL moves memory as it lies.
-
-    Raises:
-        ConfigError: three stages or more, several sequences a micro-batch, sequence parallelism.
-    """
-    p = run.parallel
-    count = p.pipeline_parallel * p.virtual_pipeline_parallel
-    if count > 2 and p.tensor_parallel > 1 and p.sequence_parallel and run.micro_batch > 1:
-        why = f"{run.micro_batch} sequences under sequence parallelism in {count} stages would scramble gradients"
-        raise ConfigError(why, file=run.source or None, key="micro_batch")
 
 
 def stages_of(trainer: Any) -> list[PipelineStage]:
@@ -56,41 +38,18 @@ def received(trainer: Any) -> Iterator[Owned]:
                     yield Owned(name, "framework", info.buffer)
 
 
-def send_as_it_lies(trainer: Any) -> None:
-    """Sends and receives in the order of memory, as NCCL does, where other backends want contiguous tensors.
-
-    With sequence parallelism a stage's output lies tokens first when there is more than one sequence, and so does the
-    receiver's buffer: stages tell each other strides. NCCL moves memory as it lies
-    (torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp, which only warns of it); gloo refuses.
-    """
-    for stage in stages_of(trainer):
-        for method in ("get_fwd_send_ops", "get_bwd_send_ops", "_get_recv_ops"):
-            setattr(stage, method, _as_it_lies(getattr(stage, method)))
-
-
-def _as_it_lies(operations: Callable[..., list[dist.P2POp]]) -> Callable[..., list[dist.P2POp]]:
-    def flat(*args: Any) -> list[dist.P2POp]:
-        ops = operations(*args)
-        for op in ops:
-            if not op.tensor.is_contiguous():
-                op.tensor = op.tensor.detach().as_strided((op.tensor.numel(),), (1,))
-        return ops
-
-    return flat
-
-
-def boundary(run: Run, layers: bool) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-    """Shape and strides of what a stage passes on, activation or gradient: sequences, tokens, channels.
+def boundary(run: Run, alone: bool) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    """Shape and strides of what a stage passes on: sequences, tokens, channels.
 
     Args:
         run: resolved.
-        layers: whether the stage has layers. Their sums put the order of memory right where there is one sequence.
+        alone: an activation that comes straight from the embedding. Sequence parallelism leaves it tokens first
+            (spmd_types/_collectives.py:_ReduceScatterShard.forward); the sums of a layer undo that of one sequence.
     """
     p, d = run.parallel, run.model.hidden_size
     split = p.tensor_parallel > 1 and p.sequence_parallel
     batch, tokens = run.micro_batch, run.seq_length // (p.tensor_parallel if split else 1)
-    tokens_first = split and (batch > 1 or not layers)
-    return (batch, tokens, d), (d, batch * d, 1) if tokens_first else (tokens * d, d, 1)
+    return (batch, tokens, d), (d, batch * d, 1) if split and alone else (tokens * d, d, 1)
 
 
 def _stages_with_layers(trainer: Any) -> list[bool]:
@@ -118,7 +77,7 @@ def stand_in(trainer: Any, run: Run) -> None:
     layers = _stages_with_layers(trainer)
 
     def meta(source: int, forward: bool) -> _TensorMeta:
-        shape, strides = boundary(run, layers[source])
+        shape, strides = boundary(run, alone=forward and not layers[source])
         return _TensorMeta(torch.Size(shape), strides, dtype, requires_grad=forward)
 
     def vote(voters: list[PipelineStage], has_backward: bool, p2p_done: bool) -> None:

@@ -154,10 +154,10 @@ def transfers(run: Run, rank: int, first: bool) -> Iterator[Collective]:
     for stage in held(run, pp_rank(run, rank)):
         for there, way in _neighbours(run, stage):
             back = {"send": "recv", "recv": "send"}[way]
-            earlier, later = (stage, there) if way == "send" else (there, stage)
+            earlier = stage if way == "send" else there
             ways = (
-                (way, "forward", _FORWARD_METADATA_BYTES + _metadata_bytes(run, earlier)),
-                (back, "backward", _BACKWARD_METADATA_BYTES + _metadata_bytes(run, later)),
+                (way, "forward", _FORWARD_METADATA_BYTES + _metadata_bytes(run, alone=not earlier.layers)),
+                (back, "backward", _BACKWARD_METADATA_BYTES + _metadata_bytes(run)),
             )
             for op, phase, length in ways:
                 yield _transfer(op, dtype, numel, m, "pipeline", phase, rule)
@@ -181,15 +181,17 @@ def _transfer(op: str, dtype: str, numel: int, count: int, component: str, phase
     return Collective(op, "pp", dtype, *sizes, count, component, phase, rule)
 
 
-def _metadata_bytes(run: Run, sender: Stage) -> int:
+def _metadata_bytes(run: Run, alone: bool = False) -> int:
     """Length of the pickled shapes that a stage tells another (`distributed_c10d.py:_object_to_tensor`), as far as it
     depends on them: the name of the type, and three sizes and three strides, each in as few bytes as pickle has for it.
 
-    Sequence parallelism leaves its results tokens first; where there is one sequence, the sums in a layer undo that.
+    Args:
+        run: resolved and checked.
+        alone: of an activation that comes straight from the embedding. Sequence parallelism leaves it tokens first
+            (spmd_types/_collectives.py:_ReduceScatterShard.forward); the sums of a layer undo that.
     """
     batch, tokens, hidden = boundary(run)
-    split = run.parallel.tensor_parallel > 1 and run.parallel.sequence_parallel
-    tokens_first = split and (batch > 1 or not sender.layers)
+    tokens_first = alone and run.parallel.tensor_parallel > 1 and run.parallel.sequence_parallel
     strides = (hidden, batch * hidden) if tokens_first else (tokens * hidden, hidden)
     numbers = (batch, tokens, hidden, *strides, 1)
     return len(run.settings["mixed_precision_param"]) + sum(map(_pickled_bytes, numbers))

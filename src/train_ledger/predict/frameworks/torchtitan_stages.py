@@ -155,16 +155,15 @@ def check(run: Run) -> None:
         )
     _check_split(run)
     _check_micro_batches(run)
-    if p.tensor_parallel > 1 and p.sequence_parallel and run.micro_batch > 1 and num_stages(run) > 2:
-        # Sequence parallelism leaves its results tokens first. A stage tells the one before how its gradient will lie
-        # from a backward of ones, which lie otherwise (stage.py:PipelineStage._ones_from_metadata); NCCL moves memory
-        # as it lies.
+    if p.tensor_parallel > 1 and p.sequence_parallel and run.micro_batch > 1:
+        # Sequence parallelism leaves its results tokens first (spmd_types/_collectives.py:_ReduceScatterShard.forward).
+        # Stages tell each other strides, of gradients those of a backward of ones (stage.py:_ones_from_metadata), which
+        # need not be those of the real ones; then gloo refuses to send, and NCCL moves memory as it lies.
         _refuse(
             run,
             "micro_batch",
-            f"{run.micro_batch} sequences under sequence parallelism in {num_stages(run)} stages: torch's stages "
-            "receive gradients in another order than they are sent in, and train on scrambled ones; 1 is right, and "
-            "so are two stages",
+            f"{run.micro_batch} sequences do not lie one after the other under sequence parallelism, which is not "
+            "modelled between pipeline stages; 1 is",
         )
 
 
