@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -20,6 +21,7 @@ from ranks import on_ranks
 from train_ledger.launch.frameworks import torchtitan
 from train_ledger.launch.session import Rank
 from train_ledger.launch.weights import generate
+from train_ledger.launch.worlds import staged
 from train_ledger.predict.frameworks.torchtitan_pipeline import transfers
 from train_ledger.predict.frameworks.torchtitan_schedule import order
 from train_ledger.predict.frameworks.torchtitan_stages import layer_counts
@@ -198,10 +200,21 @@ def session(run: Run, rank: int) -> torchtitan.TorchtitanSession:
     return torchtitan.build(run, Rank(rank, rank, run.world_size, "cpu", torch.device("cpu"), lambda timeout: None))
 
 
-def trained(run: Run) -> list[tuple[list[tuple[float | None, float | None]], dict[str, np.ndarray]]]:
-    """Losses and norms of each step, and the weights that each rank exports at the end."""
+def trained(
+    run: Run, store: Path | None = None
+) -> list[tuple[list[tuple[float | None, float | None]], dict[str, np.ndarray]]]:
+    """Losses and norms of each step, and the weights that each rank exports at the end.
+
+    With a file for the store over the backend of world `shared`, else over gloo.
+    """
 
     def train(rank: int) -> tuple[list[tuple[float | None, float | None]], dict[str, np.ndarray]]:
+        if store is not None:
+            dist.barrier()  # nobody leaves before all are connected
+            dist.destroy_process_group()
+            staged.install()
+            files = dist.FileStore(str(store), run.world_size)
+            dist.init_process_group(staged.NAME, store=files, rank=rank, world_size=run.world_size)
         here = session(run, rank)
         here.load_weights(generate(run.model, 7))
         seen = [(r.loss, r.grad_norm) for r in (here.step(step) for step in range(1, run.steps + 1))]
@@ -233,6 +246,15 @@ def test_a_schedule_trains_as_one_rank_does(
     assert some.keys() | others.keys() == {t.name for t in canonical_tensors(run.model)}
     assert "model.embed_tokens.weight" in some
     assert "lm_head.weight" in others
+
+
+def test_ranks_that_share_a_gpu_train_alike(laptop: Run, tmp_path: Path) -> None:
+    """Sends and receives over the staged backend give the same bits as over gloo."""
+    run = pipelined(laptop, 2, pipeline_parallel_schedule="Interleaved1F1B")
+    for (seen, weights), (wanted, same) in zip(trained(run, tmp_path / "store"), trained(run), strict=True):
+        assert seen == wanted
+        assert weights.keys() == same.keys()
+        assert all(np.array_equal(weights[name], same[name]) for name in same)
 
 
 def test_weights_in_and_out_of_stages(laptop: Run) -> None:
