@@ -74,13 +74,15 @@ def start_times(stages: int, micro_batches: int, forward: int = 1, backward: int
 
 
 def pipelines(results: Results) -> list[Pipeline]:
-    """Runs with a plain 1F1B pipeline, interleaved ones and one-stage ones left out."""
+    """Runs with a plain 1F1B pipeline, other schedules and one-stage ones left out."""
     out = []
     for run in results.run_names:
         config = config_of(results, run)
         parallel = config.get("parallel", {})
         stages = int(parallel.get("pipeline_parallel", 1))
         if stages < 2 or int(parallel.get("virtual_pipeline_parallel", 1)) > 1:
+            continue
+        if config.get("settings", {}).get("pipeline_parallel_schedule", "1F1B") != "1F1B":
             continue
         per_step = int(config["micro_batch"]) * int(parallel["data_parallel"])
         out.append(
