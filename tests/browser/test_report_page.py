@@ -58,6 +58,40 @@ def test_every_figure_can_be_seen(show: Show, report: Path, width: int) -> None:
         assert colours(base64.b64decode(shot["data"])) > 8
 
 
+def test_the_first_screen_answers_the_question(show: Show, report: Path) -> None:
+    """Without scrolling: the question, both verdicts, and for each framework where, when and whose master."""
+    browser = show(report, 1280)
+    script = "return arguments[0].getBoundingClientRect().bottom"
+    rows = browser.find_elements(By.CSS_SELECTOR, "#table-answer tbody tr")
+    assert len(rows) == 3
+    for element in (*browser.find_elements(By.CSS_SELECTOR, "h1, .verdict-line"), *rows):
+        assert browser.execute_script(script, element) <= 900, element.text
+    heads_seen = heads(browser, "answer")
+    assert {"made whole (of its tensor-parallel part)", "released", "its fp32 master"} <= set(heads_seen)
+
+
+def test_no_table_is_wider_than_the_page(show: Show, report: Path) -> None:
+    browser = show(report, 1280)
+    script = (
+        "return [...document.querySelectorAll('table.data')]"
+        ".filter(t => t.offsetWidth > t.closest('.scroll').clientWidth).map(t => t.id)"
+    )
+    assert browser.execute_script(script) == []
+
+
+def test_on_a_phone_the_answer_is_read_without_scrolling_sideways(show: Show, report: Path) -> None:
+    browser = show(report, 390)
+    script = (
+        "return [...document.querySelectorAll('table.prose td')]"
+        ".map(d => [d.dataset.label, d.getBoundingClientRect().left, d.getBoundingClientRect().right])"
+    )
+    cells = browser.execute_script(script)
+    assert len(cells) > 20
+    for label, left, right in cells:
+        assert label
+        assert 0 <= left < right <= 390
+
+
 def colours(data: bytes) -> int:
     """How many different bytes the rows of a PNG hold: few if it is blank."""
     at, packed = 8, b""

@@ -57,7 +57,10 @@ def test_a_difference_is_named_and_ends_with_1(
     [
         (["--rank", "8"], "'8' is not a rank of a world of 8, `all` or `distinct`"),
         (["--rank", "x"], "'x' is not a rank"),
-        (["--steps", "0"], "--steps: 0 is less than 1"),
+        (["--steps", "0"], "--steps: 0 is not between 1 and 100,000,000"),
+        (["--steps", "9" * 30], "--steps: 99"),
+        (["--timeout", "nan"], "timeout: nan is not between 0 and"),
+        (["--timeout", "0"], "timeout: 0.0 is not between 0 and"),
         (["--device", "cuda", "--world", "cpu"], "--device: goes with world fake only"),
         (["--set", "world_size=7"], "world_size: is 7"),
     ],

@@ -135,7 +135,27 @@ def test_a_changed_file_is_refused(copied, tmp_path, capsys):
     with pytest.raises(DataError, match="hashed"):
         check(copied, tmp_path / "out")
     assert cli.main(["evidence", "check", str(copied)]) == 2
-    assert "rank0.json" in capsys.readouterr().err
+    assert f"{copied / ONE}/one-gpu/megatron-1gpu/rank0.json.gz: sha256: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        (lambda d: d.update(framework="jax"), "framework"),
+        (lambda d: d["model"].update(num_layers="16"), "model.num_layers"),
+        (lambda d: d["settings"].clear(), "settings.use_distributed_optimizer"),
+        (lambda d: d.update(name="../../x"), "name"),
+        (lambda d: d.update(name="megatron-dp2"), "name"),
+    ],
+)
+def test_a_kept_run_that_is_none_is_refused(copied, tmp_path, change, key):
+    file = copied / ONE / "one-gpu/megatron-1gpu/resolved.json"
+    data = json.loads(file.read_text())
+    change(data)
+    file.write_text(json.dumps(data))
+    with pytest.raises(DataError) as e:
+        check(copied, tmp_path / "out")
+    assert (e.value.file, e.value.key) == (file, key)
 
 
 def test_an_empty_folder_is_refused(tmp_path):

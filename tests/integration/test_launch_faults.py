@@ -126,7 +126,9 @@ def test_a_rank_dies_and_the_next_launch_completes(
     run = toy(fault={"kind": kind, "rank": 1, "step": 2})
     text = fails(run, tmp_path, LaunchError, *words)
     assert text.startswith(str(tmp_path / "rank"))  # the log is named where it now lies
-    assert "the last lines of" in capfd.readouterr().err
+    shown = capfd.readouterr().err
+    assert "the last lines of" in shown
+    assert ("Traceback" in shown) == (kind == "raise")  # an error of ours says all in its line
     if kind != "nan":
         assert f"planting {kind}" in (tmp_path / "rank1.log").read_text()
     launch(toy(), tmp_path, 60)
@@ -187,6 +189,12 @@ def test_single_ranks_of_a_world_that_needs_all(tmp_path: Path) -> None:
         launch(toy("fake", ranks=4), tmp_path, 60, ranks=[4])
 
 
+@pytest.mark.parametrize("limit", [{"timeout_s": t} for t in (0, -1, float("nan"), float("inf"))] + [{"at_once": 0}])
+def test_a_limit_under_which_nothing_could_end(limit: dict, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"timeout: |at-once: "):
+        launch(toy("fake"), tmp_path, **limit)
+
+
 def test_a_name_that_would_leave_the_folder(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"'\.\./x' is not a name"):
         launch(replace(toy(), name="../x"), tmp_path, 60)
@@ -207,6 +215,31 @@ def test_a_late_twin_does_not_overwrite(tmp_path: Path) -> None:
     older.discard()
     assert (tmp_path / "rank0.json").read_bytes() == kept
     good(tmp_path)
+
+
+def test_only_what_a_launch_left_is_removed(tmp_path: Path) -> None:
+    """Weights and notes that a person keeps in the same folder stay; a rank that is no more goes, whole."""
+    mine = ("weights.safetensors", "weights.safetensors.json", "rank-notes.log", "rank0.json.bak")
+    older = ("rank7.json", "rank7.log", "weights0.safetensors", "weights7.safetensors")
+    for name in mine + older:
+        (tmp_path / name).write_text(name)
+    launch(toy(), tmp_path, 60)
+    assert [(tmp_path / name).read_text() for name in mine] == list(mine)
+    assert not [name for name in older if (tmp_path / name).exists()]
+    assert json.loads((tmp_path / "run.json").read_text())["run"] == "toy-run"
+
+
+def test_a_full_disk_at_the_end_leaves_the_older_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch(toy(), tmp_path, 60)
+    kept = {p.name: p.read_bytes() for p in tmp_path.glob("*.json")}
+
+    def full(path: Path, _: object) -> None:
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr("train_ledger.launch.launcher.write_json", full)
+    with pytest.raises(LaunchError, match="No space left on device"):
+        launch(replace(toy(), seed=2), tmp_path, 60)
+    assert {p.name: p.read_bytes() for p in tmp_path.glob("*.json")} == kept
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """The table of DeepSpeed configurations: each is run in world `fake` and held against the prediction, on every kind of
-rank: every container to the byte, every call of the first and of a steady step by op, group, dtype and size. A few run
-with all their ranks on gloo too.
+rank: every container to the byte, every call of the first and of a steady step by op, group, dtype, size and phase. A
+few run with all their ranks on gloo too.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.phases import misplaced
 from train_ledger.launch.launcher import launch
 from train_ledger.predict import predict
 from train_ledger.predict.distinct import rank_classes
@@ -65,6 +66,7 @@ def differences(run: Run, folder: Path) -> list[str]:
             ledger = predicted_rank(prediction, measured)
             rows: list[Any] = [*reconcile_collectives(prediction, ledger, measured, step)]
             assert rows
+            out += [f"step {step}: {text}" for text in misplaced(prediction, ledger, measured, step)]
             if step == STEPS[-1]:
                 rows += [*reconcile_resident(prediction, ledger, measured), *reconcile_layout(prediction, measured)]
             out += [f"step {step}: {row}" for row in rows if row.verdict != EXACT]

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import json
 import sys
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from tests.phases import misplaced
 from train_ledger.launch.launcher import launch
 from train_ledger.predict import predict
 from train_ledger.predict.distinct import rank_classes
-from train_ledger.reconcile.core import group_ranks, predicted_rank, reconcile_collectives, reconcile_resident
+from train_ledger.reconcile.core import predicted_rank, reconcile_collectives, reconcile_resident
 from train_ledger.reconcile.layout import reconcile_layout
 from train_ledger.reconcile.rows import CLEAN
 from train_ledger.spec.config import load_model, load_run
@@ -63,19 +63,6 @@ def differences(run: Run, folder: Path, ranks: list[int] | None = None) -> list[
                 rows += [*reconcile_resident(prediction, ledger, measured), *reconcile_layout(prediction, measured)]
             out += [f"step {step}: {row}" for row in rows if row.verdict not in CLEAN]
     return out
-
-
-def misplaced(prediction: dict[str, Any], ledger: dict[str, Any], measured: dict[str, Any], step: int) -> list[str]:
-    """Calls that fall into another phase of the step than predicted."""
-    ranks = group_ranks(prediction, measured["rank"])
-    said, seen = Counter[tuple[Any, ...]](), Counter[tuple[Any, ...]]()
-    for c in ledger["collectives"]:
-        said[c["op"], ranks[c["group"]], c["dtype"], c["in_numel"], c["out_numel"], c["phase"]] += c["count"]
-    for c in measured["collectives"]:
-        if c["step"] == step:
-            key = (c["op"], tuple(c["ranks"]), c["dtype"], c["in_numel"], c["out_numel"], c["phase"])
-            seen[key] += c["count"]
-    return [f"{key}: predicted {said[key]}, measured {seen[key]}" for key in said | seen if said[key] != seen[key]]
 
 
 @pytest.mark.parametrize("entry", [TABLE[i] for i in FEW], ids=lambda e: e["name"])

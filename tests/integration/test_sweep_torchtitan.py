@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.phases import misplaced
 from train_ledger.launch.launcher import launch
 from train_ledger.predict import predict
 from train_ledger.predict.distinct import rank_classes
@@ -66,6 +67,7 @@ def differences(run: Run, folder: Path) -> list[str]:
             ledger = predicted_rank(prediction, measured)
             rows: list[Any] = [*reconcile_collectives(prediction, ledger, measured, step)]
             assert rows or run.world_size == 1
+            out += [f"step {step}: {text}" for text in misplaced(prediction, ledger, measured, step)]
             if step == STEPS[-1]:
                 rows += [*reconcile_resident(prediction, ledger, measured), *reconcile_layout(prediction, measured)]
             out += [f"step {step}: {row}" for row in rows if row.verdict not in CLEAN]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -67,6 +69,24 @@ def test_everything_is_made_and_reconciles(finished: WorkingCopy) -> None:
         assert [r["exit"] for r in ranks] == [0, 0]
     left = [p for p in finished.path("").rglob("*") if p.suffix == ".tmp" or p.name.startswith(".attempt")]
     assert not left
+
+
+def test_snakemakes_own_report_has_each_figure_with_its_caption(finished: WorkingCopy, tmp_path: Path) -> None:
+    """`snakemake --report`: figures under their titles, in a category, each with the caption of the page."""
+    code, out = finished.snakemake("--report", str(tmp_path / "report.zip"))
+    assert code == 0, out
+    with zipfile.ZipFile(tmp_path / "report.zip") as archive:
+        names = archive.namelist()
+        (page,) = [archive.read(n).decode() for n in names if n.endswith("/report.html") and "/data/" not in n]
+    listed = json.loads(finished.path("figures/figures.json").read_text())["figures"]
+    assert len(listed) >= 5
+    for figure in listed:
+        assert any(n.endswith(f"/{figure['name']}.svg") for n in names)
+        for words in (figure["title"], figure["caption"]):
+            # What is quoted or marked up is escaped in the page: the longest stretch without.
+            assert max(re.split(r"[^A-Za-z ,.]", words), key=len).strip() in page, figure["name"]
+    assert '"Figures"' in page
+    assert any(n.endswith("/report.html") and "/data/" in n for n in names)
 
 
 def test_the_same_again_does_nothing(finished: WorkingCopy) -> None:

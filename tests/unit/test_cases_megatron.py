@@ -104,17 +104,19 @@ def make_run(model: dict[str, Any], micro_batch: int, parallel: dict[str, int], 
     return resolve_run("case", data, "case", "config", model=model_shape("case", model, "case"))
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
-def test_memory_of_megatrons_ci(case: Case, record_property: Any) -> None:
-    """Predicted containers and named workspaces leave between nothing and the stated share of the published figure."""
+def unnamed_bytes(case: Case) -> int:
+    """What predicted containers and named workspaces leave of a published figure; docs/cases.md prints it."""
     run = make_run(case.model, case.micro_batch, case.parallel, case.settings)
     megatron.check(run)
     ledger = megatron.rank_ledger(run, run.world_size - 1)
     predicted = sum(c.bytes for c in ledger.containers if c.name in IN_BOTH)
-    unnamed = case.published_bytes - predicted - case.workspaces * WORKSPACE_BYTES
-    for key, value in (("published", case.published_bytes), ("predicted", predicted), ("unnamed", unnamed)):
-        record_property(f"{key}_bytes", value)
-    assert 0 <= unnamed <= case.unnamed * case.published_bytes, (predicted, unnamed)
+    return case.published_bytes - predicted - case.workspaces * WORKSPACE_BYTES
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_memory_of_megatrons_ci(case: Case) -> None:
+    """Predicted containers and named workspaces leave between nothing and the stated share of the published figure."""
+    assert 0 <= unnamed_bytes(case) <= case.unnamed * case.published_bytes
 
 
 def test_what_the_local_layers_leave_is_less_than_their_scores() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from train_ledger.spec.io import read_json
 
 ROOT = Path(__file__).parents[2]
 RUNS = ROOT / "config/runs"
+CUT = "model.layers.0.mlp.down_proj.weight"  # its master crosses two ranks of the distributed optimizer
 MEGATRON, DEEPSPEED, TORCHTITAN = (
     str(RUNS / f"{name}.yaml") for name in ("megatron-tp2-pp2-dp2", "deepspeed-zero3-dp8", "torchtitan-fsdp4-tp2")
 )
@@ -151,7 +153,13 @@ def test_explain_from_the_numbers_of_the_run(capsys):
     assert "2.997 GB -> 5.994 GB" in " ".join(run(capsys, "explain", "accumulation", DEEPSPEED).split())
     assert "1,498,482,688 counted, 1,235,814,400 trained" in run(capsys, "explain", "tied", DEEPSPEED)
     # Half of the followed weight's master is on each tensor-parallel rank, and all of a half on one data-parallel rank.
-    assert "2,097,152 elements on each rank of 0-1" in run(capsys, "explain", "where", MEGATRON)
+    told = " ".join(run(capsys, "explain", "where", MEGATRON).split())
+    assert "half 1 on ranks 0, 2, half 2 on ranks 1, 3, 2,097,152 elements each" in told
+    assert "The ranks of a half hold equal copies; not on ranks 4-7 (other pipeline stages)" in told
+    assert "all of half 1 on rank 0; all of half 2 on rank 1; none on ranks 2-3" in told
+    # At another shape the range of the distributed optimizer ends elsewhere, and cuts some weights in two.
+    many = " ".join(run(capsys, "explain", "where", MEGATRON, "--set", f"probe.lifeline_weight={CUT}").split())
+    assert re.search(r"of half 1 elements 0 to [\d,]+ on rank 0, elements [\d,]+ to [\d,]+ on rank 2", many)
 
 
 @pytest.mark.parametrize(
@@ -160,9 +168,15 @@ def test_explain_from_the_numbers_of_the_run(capsys):
         (["predict"], "give RUN.yaml"),
         (["predict", "no-such.yaml"], "no-such.yaml: cannot be read"),
         (["predict", str(RUNS)], "cannot be read: Is a directory"),
-        (["predict", MEGATRON, "--rank", "8"], "8 is not a rank of a world of 8"),
+        (["predict", MEGATRON, "--rank", "8"], "--rank: '8' is not a rank of a world of 8"),
         (["predict", MEGATRON, "--rank", "-1"], "is not a rank"),
         (["predict", MEGATRON, "--rank", "1e3"], "is not a rank"),
+        (["predict", MEGATRON, "--rank", "9" * 5000], "--rank: '99"),
+        (["groups", MEGATRON, "--rank", "9" * 5000], "--rank: '99"),
+        (["check", MEGATRON, "--rank", "9" * 5000], "--rank: '99"),
+        (["predict", MEGATRON, "--without", "x"], "--without: does not go with a run file"),
+        (["predict", MEGATRON, "--set", "model=../x"], "--set: model: '../x' is not a name"),
+        (["predict", MEGATRON, "--set", "probe.collective_steps=[0]"], "--set: probe.collective_steps[0]: 0 is less"),
         (["predict", MEGATRON, "--model", "../x"], "--model: model: '../x' is not a name"),
         (["predict", MEGATRON, "--seq-length", "many"], "--seq-length: seq_length: 'many' is not of type"),
         (["predict", MEGATRON, "--set", "parallel.tensor_parallel=3"], "world_size"),
@@ -186,11 +200,35 @@ def test_explain_from_the_numbers_of_the_run(capsys):
             ["weights", "--model", "laptop", "--config", str(ROOT / "config"), "--out", "/dev/null/x", "--record-only"],
             "train-ledger weights: /dev/null: File exists",
         ),
+        (["weights", "--model", "laptop", "--seed", str(2**32), "--out", "/dev/null/x"], "--seed: 4294967296 is not"),
         (["export", MEGATRON, "/dev/null/x"], "/dev/null/x: cannot be written: Not a directory"),
     ],
 )
 def test_a_mistake_is_one_line(capsys, argv, words):
     assert words in run(capsys, *argv, code=2)
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ([], "train-ledger: the following arguments are required: COMMAND (see train-ledger --help)"),
+        (["frob"], "train-ledger: COMMAND: invalid choice: 'frob'"),
+        (["predict", MEGATRON, MEGATRON], "train-ledger predict: unrecognized arguments"),
+        (["predict", MEGATRON, "--step", "x\ny"], "train-ledger predict: --step: invalid choice"),
+        (["evidence", "pack"], "train-ledger evidence pack: the following arguments are required"),
+        # Each would mean the default, or the working folder, to which a command then writes.
+        (["predict", MEGATRON, "--comparison", ""], "train-ledger predict: --comparison: is empty"),
+        (["predict", MEGATRON, "--seq-length="], "train-ledger predict: --seq-length: is empty"),
+        (["export", MEGATRON, ""], "train-ledger export: an argument is empty"),
+        (["probe", "x", "--out", ""], "train-ledger probe: --out: is empty"),
+    ],
+)
+def test_a_wrong_option_is_one_line(capsys, argv, words):
+    with pytest.raises(SystemExit) as e:
+        cli.main(argv)
+    out, err = capsys.readouterr()
+    assert (e.value.code, out, err.count("\n")) == (2, "", 1)
+    assert words in err
 
 
 @pytest.mark.parametrize("path", [MEGATRON, DEEPSPEED, TORCHTITAN])
@@ -263,3 +301,12 @@ def test_sweep_ranks_by_fit(capsys, monkeypatch):
     assert max(len(line) for line in run(capsys, *argv).splitlines()) <= 100
     assert "--top: 'x' is not a whole number" in run(capsys, *argv, "--top", "x", code=2)
     assert "--world-size: '-4' is not a whole" in run(capsys, *argv[:3], "--world-size=-4", *argv[5:], code=2)
+
+
+def test_a_terminal_that_knows_few_characters():
+    """A cluster's default locale; the help holds an ellipsis."""
+    env = {"PATH": "/usr/bin:/bin", "PYTHONIOENCODING": "ascii", "LC_ALL": "C"}
+    argv = [sys.executable, "-m", "train_ledger.cli"]
+    for words in (["predict", "--help"], ["--help"], ["explain", "list"]):
+        done = subprocess.run([*argv, *words], env=env, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr) == (0, "")

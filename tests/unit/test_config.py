@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -142,6 +143,11 @@ def test_refusals_name_file_and_key(folder, text, words):
         ("norm_eps: 2", "norm_eps: 2 is greater than the maximum"),
         ("position_embedding: alibi", "position_embedding: 'alibi' is not one of"),
         ("experts: 8", "experts: unknown key"),
+        ("rope_scaling: {rope_type: [llama3]}", "rope_scaling: needs rope_type"),
+        ("rope_scaling: {factor: 2.0}", "rope_scaling: needs rope_type"),
+        ("rope_scaling: {type: linear}", "rope_scaling: linear scaling needs factor"),
+        ("rope_scaling: {type: linear, factor: 0}", "rope_scaling: factor is '0', not a number above 0"),
+        ("rope_scaling: {rope_type: llama3, factor: eight}", "rope_scaling: factor is 'eight', not a number"),
     ],
 )
 def test_models_are_checked(folder, change, words):
@@ -151,6 +157,14 @@ def test_models_are_checked(folder, change, words):
     old.pop(key, None)
     path.write_text("\n".join([*(f"{k}: {v}" for k, v in old.items()), change]))
     assert words in said(load_model, str(path), folder)
+
+
+def test_rope_scaling_of_kind_default_is_none(folder):
+    path = folder / "models/small.yaml"
+    path.write_text(
+        "\n".join([*(f"{k}: {v}" for k, v in read_yaml(path).items()), "rope_scaling: {rope_type: default}"])
+    )
+    assert load_model(str(path), folder).rope_scaling is None
 
 
 def test_a_comparison_names_its_own_file(folder):
@@ -242,3 +256,13 @@ def test_following_no_weight_and_one_of_a_single_layer(folder):
     assert load_run(path, overrides=none).probe.lifeline_weight == ""
     asked = {"probe": {"lifeline_weight": "model.layers.1.self_attn.o_proj.weight"}}
     assert "the model has no weight" in said(load_run, path, overrides=asked)
+
+
+@pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
+def test_files_are_as_private_as_the_umask_says(tmp_path, mask, mode):
+    before = os.umask(mask)
+    try:
+        write_json(tmp_path / "a.json", {})
+    finally:
+        os.umask(before)
+    assert (tmp_path / "a.json").stat().st_mode & 0o777 == mode

@@ -291,6 +291,9 @@ def test_rope_parameters_of_transformers_5(tmp_path):
         ({"num_attention_heads": None}, "num_attention_heads: is missing"),
         ({"hidden_act": "relu"}, "hidden_act: 'relu' is not modelled"),
         ({"attention_bias": 1}, "attention_bias: '1' is not true or false"),
+        ({"num_hidden_layers": 2.5}, "config.json: num_hidden_layers: 2.5 is not of type 'integer'"),
+        ({"num_hidden_layers": None}, "config.json: num_hidden_layers: is missing"),
+        ({"num_key_value_heads": 5}, "config.json: num_key_value_heads: 32 attention heads do not divide"),
     ],
 )
 def test_hugging_face_keys_are_refused_by_name(tmp_path, change, words):
@@ -379,7 +382,13 @@ def test_world_size_must_be_a_count(tmp_path, size):
         read("megatron_args", flags(tmp_path, SCRIPT), world_size=None)
 
 
+def test_a_model_that_is_given_twice_is_refused(tmp_path):
+    hf = str(PUBLISHED / "llama3.2-1b.json")
+    with pytest.raises(ConfigError, match="--hf-config: the model is given twice"):
+        read("deepspeed", ds(tmp_path), world_size="8", hf_config=hf, overrides={"model": "laptop"})
+
+
 def test_torchtitan_must_name_a_function():
-    for target in ("nothing", "no.such.module:f", "json:loads"):
+    for target in ("nothing", "no.such.module:f", "json:loads", "builtins:exit"):
         with pytest.raises(ConfigError, match="--torchtitan"):
             read("torchtitan", target, world_size="8")

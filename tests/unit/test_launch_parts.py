@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from train_ledger.launch import failures, loop, processes, progress
-from train_ledger.launch.arguments import read_resolved
 from train_ledger.launch.signals import interruptible
 from train_ledger.launch.worlds import WORLDS, Job, world
 from train_ledger.spec.config import load_comparison
 from train_ledger.spec.errors import ConfigError, DataError, LaunchError
+from train_ledger.spec.resolved import read_resolved
 from train_ledger.spec.run import Run
 
 ROOT = Path(__file__).parents[2]
@@ -94,7 +94,10 @@ def test_a_resolved_run_comes_back(run: Run, tmp_path: Path) -> None:
         (lambda d: d.update(framework="jax"), "'jax' is not a framework"),
         (lambda d: d.update(world_size=9), "world_size: is 9"),
         (lambda d: d.update(surprise=1), "surprise"),
-        (lambda d: d.update(model=None), "is not a resolved run: TypeError"),
+        (lambda d: d.update(model=None), "model: is not a resolved run: must hold a mapping"),
+        (lambda d: d["parallel"].pop("tensor_parallel"), "parallel.tensor_parallel: is not a resolved run: is missing"),
+        (lambda d: d["settings"].pop("bucket_size"), "settings.bucket_size: is not a resolved run: is missing"),
+        (lambda d: d.pop("probe"), "run.json: probe: is not a resolved run: is missing"),
         (lambda d: d["model"].update(num_attention_heads=0), "model.num_attention_heads: 0 is less than"),
         (lambda d: d["settings"].update(bucket_sise=1), "settings.bucket_sise: unknown key"),
         (lambda d: d["optimizer"].update(lr=float("nan")), "optimizer.lr: nan"),

@@ -2,55 +2,30 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import pytest
 from made_results import EVENTS, RUNS, make_paper, make_results, on_gpu
 
 from train_ledger.plot import lifeline, style, within
 from train_ledger.plot.data import read_results, run_steps, unit_for
 from train_ledger.plot.expected import HAND_ESTIMATE, predicted_figures
 from train_ledger.plot.grids import partitions
-from train_ledger.plot.lifeline import kept_apart, lanes, masters, matrix_numel, part_of_matrix, share, words
+from train_ledger.plot.lifeline import kept_apart, lanes, words
 from train_ledger.plot.make import make_figures
+from train_ledger.plot.placement import master_words, matrix_numel, part_of_matrix
 from train_ledger.plot.resident import OTHERS, resident_frame
 from train_ledger.plot.resident import _fold as fold
 from train_ledger.plot.runs import panel_titles
-from train_ledger.plot.schedule import one_f_one_b, pipelines, start_times
+from train_ledger.plot.schedule import pipelines
 from train_ledger.plot.text import plural, shorten
 from train_ledger.plot.traffic import busiest_rank, traffic_frame
 from train_ledger.report.build import read_figures
+from train_ledger.spec.placement import share
 from train_ledger.spec.units import fmt_auto
-
-
-@pytest.mark.parametrize(("stages", "micro_batches"), list(itertools.product([1, 2, 3, 4, 8], [1, 2, 3, 8, 16])))
-def test_1f1b_does_all_the_work_once_and_in_an_order_that_can_be(stages: int, micro_batches: int) -> None:
-    starts = start_times(stages, micro_batches)
-    assert len(starts) == 2 * stages * micro_batches
-    for stage in range(stages):
-        order = one_f_one_b(stage, stages, micro_batches)
-        assert sorted(order) == sorted((kind, m) for kind in "FB" for m in range(micro_batches))
-        # No stage holds more activations than there are stages from it to the end.
-        held = list(itertools.accumulate(1 if kind == "F" else -1 for kind, _ in order))
-        assert max(held) <= min(stages - stage, micro_batches)
-        for m in range(micro_batches):
-            assert starts[stage, ("B", m)] >= starts[stage, ("F", m)] + 1
-            if stage:
-                assert starts[stage, ("F", m)] >= starts[stage - 1, ("F", m)] + 1
-                assert starts[stage - 1, ("B", m)] >= starts[stage, ("B", m)] + 2
-
-
-def test_the_bubble_of_the_drawn_schedule_is_the_formula() -> None:
-    stages, micro_batches = 4, 12
-    starts = start_times(stages, micro_batches)
-    span = max(t + (1 if op[0] == "F" else 2) for (_, op), t in starts.items())
-    busy = 3 * micro_batches
-    assert (span - busy) / span == pytest.approx((stages - 1) / (micro_batches + stages - 1))
 
 
 def test_lanes_tell_equal_micro_batches_once(tmp_path: Path) -> None:
@@ -60,7 +35,9 @@ def test_lanes_tell_equal_micro_batches_once(tmp_path: Path) -> None:
     assert words(found["megatron"]) == "view (bfloat16)"
     assert words(found["deepspeed"]) == "empty → full (bfloat16) → empty → full (bfloat16) → empty"
     assert len(found["deepspeed"].slots) == 1 + len(EVENTS) + 3
-    assert masters(results, "deepspeed-zero3-dp8") == "ranks 0-7: 1/8 of the matrix in main_param (float32)"
+    assert master_words(results, "deepspeed-zero3-dp8") == (
+        "1/8 of the matrix each on ranks 0-7, in that order (main_param, float32)"
+    )
 
 
 def test_a_lane_prefers_a_rank_that_keeps_a_master(tmp_path: Path) -> None:
@@ -75,7 +52,9 @@ def test_a_lane_prefers_a_rank_that_keeps_a_master(tmp_path: Path) -> None:
     (lane,) = lanes(results)
     assert lane.rank == 3
     assert lane.kinds == [[0], [1]]
-    assert masters(results, "run") == "ranks 3-7: 1/8 of the matrix in main_param (float32); ranks 0-2: none"
+    assert master_words(results, "run") == (
+        "1/8 of the matrix each on ranks 3-7; none on ranks 0-2 (main_param, float32)"
+    )
 
 
 def test_share() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -277,6 +278,20 @@ def test_what_cannot_be_is_refused_by_name(overrides: dict[str, Any], key: str) 
     with pytest.raises(ConfigError) as refused:
         predict(load_run(RUN, overrides=overrides))
     assert refused.value.key == key
+
+
+@pytest.mark.parametrize(
+    ("scaling", "words"),
+    [
+        ({"rope_type": "yarn", "factor": 2.0}, "'yarn' is not modelled"),
+        ({"rope_type": "llama3", "factor": 8.0}, "llama3 scaling needs low_freq_factor"),
+    ],
+)
+def test_rope_scaling_that_the_model_does_not_know(scaling: dict[str, Any], words: str) -> None:
+    run = load_run(RUN)
+    with pytest.raises(ConfigError, match=words) as refused:
+        predict(replace(run, model=replace(run.model, rope_scaling=scaling)))
+    assert refused.value.key == "model.rope_scaling"
 
 
 def test_every_distinct_rank_of_405b_on_16384_gpus_is_predicted_in_a_second() -> None:

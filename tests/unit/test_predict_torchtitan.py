@@ -212,6 +212,7 @@ def test_norms_of_queries_and_keys(paper: Run) -> None:
         ({"model": {"rope_scaling": {"rope_type": "llama3", "factor": "8"}}}, "model.rope_scaling", "number above 0"),
         ({"model": {"rope_scaling": {"rope_type": "llama3"}, "qk_norm": True}}, "model.rope_scaling", "Qwen 3"),
         ({"model": {"num_query_groups": 1}}, "parallel.tensor_parallel", "must divide n_kv_heads (1)"),
+        ({"model": {"ffn_hidden_size": 8191}}, "parallel.tensor_parallel", "unequal shards of the MLP"),
         ({"model": {"vocab_size": 128255}}, "parallel.tensor_parallel", "vocab"),
         ({"settings": {"num_chunks": 7}}, "torchtitan.num_chunks", "divisible by num_chunks"),
         ({"parallel": {"context_parallel": 2}}, "parallel.context_parallel", "not modelled"),

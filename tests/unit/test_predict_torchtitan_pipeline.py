@@ -15,7 +15,7 @@ from train_ledger.predict.distinct import predict_distinct, rank_classes
 from train_ledger.predict.frameworks import torchtitan
 from train_ledger.predict.frameworks.torchtitan_schedule import order
 from train_ledger.predict.frameworks.torchtitan_stages import stages
-from train_ledger.predict.owner import owners
+from train_ledger.predict.owner import slices
 from train_ledger.spec.config import load_run
 from train_ledger.spec.errors import ConfigError
 from train_ledger.spec.run import Run
@@ -110,7 +110,8 @@ def test_stages_make_the_whole(pp2: Run, seed: int) -> None:
                     moved[call.op][call.dtype, max(call.in_numel, call.out_numel)] += call.count
         assert moved["send"] == moved["recv"]
         assert len(moved["send"]) == (1 if step == "steady" else 5)
-    assert sum(owners(run).values()) == model.hidden_size * model.query_size
+    held = [part for piece in slices(run) for part in piece.kept]
+    assert sum(part.numel for part in held) == model.hidden_size * model.query_size
     assert len(rank_classes(run)) >= ranks
     distinct, classes = predict_distinct(run)
     every = {r.rank: r for r in predict(run).ranks}

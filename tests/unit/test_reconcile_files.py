@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import csv
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -52,6 +53,27 @@ def test_no_run_json(launch):
 def test_missing_rank_file(launch):
     (launch / "rank3.json").unlink()
     assert "rank 3" in refused(launch, "rank3.json")
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        (lambda d: d["groups"][0].update(ranks=[3, 3]), "groups[0].ranks"),
+        (lambda d: d["groups"][0].update(ranks=[3, 8]), "groups[0].ranks"),
+        (lambda d: d["collectives"][0].update(ranks=[99]), "collectives[0].ranks"),
+        (lambda d: d["collectives"][0].update(step=77), "collectives[0].step"),
+        (lambda d: d["census"].update(step=77), "census.step"),
+        (lambda d: d["steps"][1].update(time_s=-0.5), "steps[1].time_s"),
+        (lambda d: d["steps"][1].update(loss=float("nan")), "steps[1].loss"),
+        (lambda d: d["census"]["containers"][1].update(name="\ud800"), "census.containers[1].name"),
+    ],
+)
+def test_what_no_rank_measures(launch, change, key):
+    """In a file whose hash was made good."""
+    edit(launch / "rank3.json", change)
+    sha256 = hashlib.sha256((launch / "rank3.json").read_bytes()).hexdigest()
+    edit(launch / "run.json", lambda d: next(r for r in d["ranks"] if r["rank"] == 3).update(sha256=sha256))
+    refused(launch, "rank3.json", key)
 
 
 def test_truncated_rank_file(launch):
@@ -250,6 +272,19 @@ def test_tidy_row_that_no_stage_writes(tmp_path, whole, change, key):
     assert (e.value.file, e.value.key) == (file, key)
 
 
+def test_a_flipped_bit_is_refused_or_without_effect(tmp_path, whole):
+    """Pages carry checksums: no figure changes unseen."""
+    good, content, file = read_tidy(whole), whole.read_bytes(), tmp_path / "flipped.parquet"
+    refusals = 0
+    for at in range(0, len(content), len(content) // 60):
+        file.write_bytes(content[:at] + bytes([content[at] ^ 4]) + content[at + 1 :])
+        try:
+            assert read_tidy(file) == good
+        except DataError:
+            refusals += 1
+    assert refusals > 30
+
+
 def test_tidy_column_of_another_type(tmp_path):
     import pyarrow.parquet as pq
 
@@ -269,6 +304,15 @@ def test_prediction_whose_sums_do_not_hold(tmp_path):
     with pytest.raises(DataError) as e:
         read_prediction(file)
     assert e.value.key == "ranks[2].containers[1].bytes"
+
+
+def test_prediction_with_a_rank_twice(tmp_path):
+    results = make_results(tmp_path, {"run": "deepspeed"})
+    file = results / "predict" / "run0.json"
+    edit(file, lambda d: d["ranks"].append(d["ranks"][2]))
+    with pytest.raises(DataError, match="rank 2 is there twice") as e:
+        read_prediction(file)
+    assert e.value.key == "ranks[8].rank"
 
 
 def test_run_without_its_other_side(tmp_path):

@@ -105,3 +105,16 @@ def targets(wildcards):
 def canonical_weights(wildcards):
     """Canonical initial weights of a launch; none unless a stage that makes them says otherwise."""
     return []
+
+
+def figure_words():
+    """Words of the figures that are drawn already: for `snakemake --report`, whose captions see the config and no files."""
+    try:
+        listing = Path(f"results/{COMPARISON}/figures/figures.json")
+        listed = json.loads(listing.read_text(encoding="utf-8"))["figures"]
+        return {f["name"]: {k: f[k] for k in ("title", "caption")} for f in listed}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+config["figures"] = figure_words()

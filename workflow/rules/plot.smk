@@ -15,6 +15,11 @@ rule plot:
             patterns=["{figure}.svg"],
             caption="../report/figure.rst",
             category="Figures",
+            labels=lambda wildcards: {
+                "figure": config["figures"]
+                .get(wildcards.figure, {})
+                .get("title", wildcards.figure)
+            },
         ),
     log:
         f"logs/{COMPARISON}/plot.log",

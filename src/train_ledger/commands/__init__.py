@@ -56,20 +56,20 @@ def run_from(args: argparse.Namespace) -> Run:
         return _own(args, overrides) if ways == ["run"] else _native(args, ways[0], overrides)
     except ConfigError as e:
         if holds(overrides, e.key) and e.key:
-            option = f"--{e.key.replace('_', '-')}" if e.key in ("model", "seq_length") else "--set"
+            by_option = e.key in ("model", "seq_length") and getattr(args, e.key) is not None
+            option = f"--{e.key.replace('_', '-')}" if by_option else "--set"
             raise ConfigError(e.message, file=option, key=e.key) from e
         raise
 
 
 def _own(args: argparse.Namespace, overrides: dict[str, Any]) -> Run:
-    from train_ledger.launch.arguments import read_resolved
     from train_ledger.spec.config import load_compared_run, load_run
     from train_ledger.spec.errors import ConfigError
+    from train_ledger.spec.resolved import read_resolved
 
-    for option in ("hf_config", "world_size"):
-        if getattr(args, option) is not None:
-            name = f"--{option.replace('_', '-')}"
-            raise ConfigError(f"{name} does not go with a run file; --set changes one", key=name)
+    for option in ("hf_config", "world_size", "without"):
+        if getattr(args, option):
+            raise ConfigError("does not go with a run file; --set changes one", key=f"--{option.replace('_', '-')}")
     path = Path(args.run)
     if path.suffix == ".json":
         if args.comparison or overrides:
@@ -103,6 +103,11 @@ def _native(args: argparse.Namespace, way: str, overrides: dict[str, Any]) -> Ru
     for note in found.notes:
         print(f"note: {note}", file=sys.stderr)
     return found.run
+
+
+def is_rank(word: str, world_size: int) -> bool:
+    """Whether a word of the command line is a rank of a world of that size."""
+    return word.isascii() and word.isdigit() and len(word) <= 18 and int(word) < world_size
 
 
 def print_json(data: Any) -> None:

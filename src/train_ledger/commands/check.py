@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from . import add_run_arguments, run_from
+from . import add_run_arguments, is_rank, run_from
 
 if TYPE_CHECKING:
     from train_ledger.reconcile.compare import Reconciliation
@@ -20,6 +20,7 @@ HELP = "predict, run and reconcile ranks of a run; ends with 1 if a byte or a ca
 
 #: The frameworks' first step is unlike the others (DeepSpeed records, torchtitan resets); the third is a steady one.
 STEPS = 3
+MAX_STEPS = 10**8  # as a run file's
 #: From this many ranks on, a rank that is exact is one line and no table.
 TABLES_UP_TO_RANKS = 4
 
@@ -52,8 +53,8 @@ def main(args: argparse.Namespace) -> int:
     from train_ledger.spec.errors import ConfigError
 
     run = run_from(args)
-    if args.steps is not None and args.steps < 1:
-        raise ConfigError(f"{args.steps} is less than 1", key="--steps")
+    if args.steps is not None and not 1 <= args.steps <= MAX_STEPS:
+        raise ConfigError(f"{args.steps} is not between 1 and {MAX_STEPS:,}", key="--steps")
     if args.device == "cuda" and args.world != "fake":
         raise ConfigError("goes with world fake only; the other worlds know their device", key="--device")
     ranks = chosen_ranks(run, args.rank or ["distinct"])
@@ -90,7 +91,7 @@ def chosen_ranks(run: Run, asked: Sequence[str]) -> list[int]:
     if list(asked) == ["all"]:
         return list(range(run.world_size))
     for word in asked:
-        if not (word.isascii() and word.isdigit() and int(word) < run.world_size):
+        if not is_rank(word, run.world_size):
             raise ConfigError(
                 f"{word[:50]!r} is not a rank of a world of {run.world_size}, `all` or `distinct`", key="--rank"
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -52,7 +53,7 @@ def check(root: str | Path, out: Path) -> tuple[list[str], list[str]]:
         DataError: nothing is kept there, or a kept file is damaged.
     """
     from train_ledger.commands import parity
-    from train_ledger.evidence.store import comparisons, find_sets, resolved_runs, unpack
+    from train_ledger.evidence.store import PROVENANCE, comparisons, find_sets, resolved_runs, unpack
     from train_ledger.reconcile.compare import difference_lines, summary_line
     from train_ledger.spec.errors import DataError
 
@@ -65,6 +66,7 @@ def check(root: str | Path, out: Path) -> tuple[list[str], list[str]]:
         for name in comparisons(kept):
             results = out / kept.name / name
             found = unpack(kept, name, results)
+            shutil.copyfile(kept / PROVENANCE, results / PROVENANCE)
             lines.append(f"{kept.name}/{name}: {summary_line(found)}")
             differs += [f"{kept.name}/{name}: {line}" for line in difference_lines(found)]
             reference = kept / name / REFERENCE

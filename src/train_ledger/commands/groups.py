@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from . import add_run_arguments, print_json, run_from
+from . import add_run_arguments, is_rank, print_json, run_from
 
 HELP = "list the process groups that the framework makes, with their ranks"
 
@@ -26,7 +26,7 @@ def main(args: argparse.Namespace) -> int:
     run = run_from(args)
     rank = None
     if args.rank is not None:
-        if not (args.rank.isascii() and args.rank.isdigit() and int(args.rank) < run.world_size):
+        if not is_rank(args.rank, run.world_size):
             raise ConfigError(f"{args.rank[:50]!r} is not a rank of a world of {run.world_size}", key="--rank")
         rank = int(args.rank)
     module = framework(run)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 
-from . import add_run_arguments, print_json, run_from
+from . import add_run_arguments, is_rank, print_json, run_from
 
 HELP = "predict what each rank keeps resident and what it sends in a step"
 
@@ -44,9 +44,10 @@ def main(args: argparse.Namespace) -> int:
     else:
         ranks = None
         if asked != ["all"]:
-            wrong = [r for r in asked if not r.isascii() or not r.isdigit()]
-            if wrong:
-                raise ConfigError(f"{wrong[0][:50]!r} is not a rank, `all` or `distinct`", key="--rank")
+            for word in asked:
+                if not is_rank(word, run.world_size):
+                    what = f"{word[:50]!r} is not a rank of a world of {run.world_size}, `all` or `distinct`"
+                    raise ConfigError(what, key="--rank")
             ranks = [int(r) for r in dict.fromkeys(asked)]
         prediction = predict(run, ranks, args.step)
         classes = [(ledger.rank,) for ledger in prediction.ranks]

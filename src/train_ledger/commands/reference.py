@@ -80,6 +80,7 @@ def make(
     else:
         cuda_device(0)
     read = open_weights(weights, problem.model) if weights else generate(problem.model, problem.seed)
+    out_dir.mkdir(parents=True, exist_ok=True)  # where it cannot be, that is known before anything trains
     plan = [
         ("fp32", torch.float32, Order()),
         ("bf16", torch.bfloat16, Order()),

@@ -27,8 +27,8 @@ def main(args: argparse.Namespace) -> int:
     from train_ledger.spec.config import load_model
     from train_ledger.spec.errors import ConfigError
 
-    if args.seed < 0:
-        raise ConfigError(f"{args.seed} is negative", key="seed")
+    if not 0 <= args.seed < 2**32:
+        raise ConfigError(f"{args.seed} is not between 0 and {2**32 - 1}, as a run's seed is", key="--seed")
     model = load_model(args.model, args.config)
     if args.record_only:
         print(write_record(model, args.seed, args.out))

@@ -6,8 +6,8 @@ A run's folder holds the files of its launch, rank files compressed, and `resolv
 from __future__ import annotations
 
 import gzip
-import json
 import shutil
+import zlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,11 @@ from typing import Any
 from train_ledger.predict import predict
 from train_ledger.predict.device import DEVICES, on_device
 from train_ledger.reconcile.compare import Reconciliation, reconcile_files, write
-from train_ledger.reconcile.read import read_launch
+from train_ledger.reconcile.read import Launch, read_launch
 from train_ledger.reconcile.tidy import write_tidy
-from train_ledger.spec.errors import DataError
+from train_ledger.spec.errors import ConfigError, DataError
 from train_ledger.spec.io import check_name, read_json, write_json
+from train_ledger.spec.resolved import read_resolved
 from train_ledger.spec.run import Run
 
 SCHEMA = "train-ledger/evidence/1"
@@ -77,7 +78,7 @@ def unpack(set_dir: str | Path, comparison: str, results_dir: str | Path) -> Rec
         kept = Path(set_dir) / comparison / run.name
         launch_dir = results / "launch" / run.name
         _expand(kept, launch_dir)
-        launch = read_launch(launch_dir)
+        launch = _read_kept(kept, launch_dir)
         predicted.append(results / "predict" / f"{run.name}.json")
         write_json(predicted[-1], _prediction(run, [r["rank"] for r in launch.ranks], launch.ranks[0]["device"]))
         tidy.append(results / "probe" / f"{run.name}.parquet")
@@ -95,8 +96,18 @@ def _expand(kept: Path, launch_dir: Path) -> None:
         for file in kept.glob("rank*.json.gz"):
             (launch_dir / file.stem).write_bytes(gzip.decompress(file.read_bytes()))
         shutil.copyfile(kept / "run.json", launch_dir / "run.json")
-    except (OSError, EOFError) as e:
+    except (OSError, EOFError, zlib.error) as e:
         raise DataError(f"cannot be unpacked: {e}", file=kept) from e
+
+
+def _read_kept(kept: Path, launch_dir: Path) -> Launch:
+    """The unpacked launch; an error names the file that is kept, not the copy, which does not outlive the command."""
+    try:
+        return read_launch(launch_dir)
+    except DataError as e:
+        name = Path(e.file or "").name
+        named = kept / (f"{name}.gz" if name.startswith("rank") else name)
+        raise DataError(e.message, file=named, key=e.key) from e
 
 
 def resolved_runs(kept: Path) -> list[Run]:
@@ -109,10 +120,14 @@ def resolved_runs(kept: Path) -> list[Run]:
 
 
 def _resolved(file: Path) -> Run:
+    """The run of a run's folder, which is named as the run is."""
     try:
-        return Run.from_dict(json.loads(file.read_text(encoding="utf-8")), source=str(file))
-    except (OSError, ValueError, TypeError, KeyError) as e:
-        raise DataError(f"is not a resolved run: {type(e).__name__}: {e}", file=file) from e
+        run = read_resolved(file)
+    except ConfigError as e:
+        raise DataError(e.message, file=e.file, key=e.key) from e
+    if run.name != file.parent.name:
+        raise DataError(f"is {run.name!r}, but the folder is {file.parent.name!r}", file=file, key="name")
+    return run
 
 
 def _prediction(run: Run, ranks: list[int], measured_on: dict[str, Any]) -> dict[str, Any]:

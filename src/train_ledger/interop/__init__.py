@@ -74,7 +74,9 @@ def read(
     reader = importlib.import_module(f"{__name__}.{READERS[way]}")
     native: Native = reader.read_native(value, size, leave_out)
     hf = None
-    if hf_config is not None and "model" not in overrides:
+    if hf_config is not None and "model" in overrides:
+        raise ConfigError("the model is given twice, here and by --model", key="--hf-config")
+    if hf_config is not None:
         from .hf import read_config
 
         hf = read_config(hf_config)
@@ -87,6 +89,10 @@ def read(
         theirs = (native.called or {}).get(e.key or "")
         if theirs and str(e.file) == value:
             raise ConfigError(e.message, file=value, key=theirs) from e
+        # A size that is wrong by itself is found in the model's file, one that does not fit another in the run.
+        theirs = ((hf.called if hf else None) or {}).get((e.key or "").removeprefix("model."))
+        if theirs and str(e.file) in (value, hf_config):
+            raise ConfigError(e.message, file=hf_config, key=theirs) from e
         raise
     return Found(run, native.ignored, native.notes)
 

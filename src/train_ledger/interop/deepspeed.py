@@ -7,7 +7,6 @@ from typing import Any
 
 from train_ledger.spec.errors import ConfigError
 from train_ledger.spec.model import ModelShape
-from train_ledger.spec.run import Run
 
 from . import Native
 from .hf import read_json
@@ -196,36 +195,6 @@ def _adam(path: str, keys: Mapping[str, Any], flat: dict[str, Any]) -> list[str]
             raise ConfigError("is not a pair of numbers", file=path, key="optimizer.params.betas")
         flat["optimizer.beta1"], flat["optimizer.beta2"] = betas
     return [] if keys.get("optimizer.params.torch_adam") is True else [FUSED_NOTE]
-
-
-def ds_config(run: Run) -> dict[str, Any]:
-    """ds_config.json of a run."""
-    o, s = run.optimizer, run.settings
-    zero = {key: int(value) if isinstance(value, float) else value for key, value in s["zero_optimization"].items()}
-    out: dict[str, Any] = {
-        "train_batch_size": run.global_batch,
-        "train_micro_batch_size_per_gpu": run.micro_batch,
-        "gradient_accumulation_steps": run.num_micro_batches,
-        "gradient_clipping": o.clip_grad,
-        "steps_per_print": 1,
-        "bf16": {"enabled": True},
-        "zero_optimization": zero,
-        "optimizer": {
-            "type": "AdamW",
-            "params": {
-                "lr": o.lr,
-                "betas": [o.beta1, o.beta2],
-                "eps": o.eps,
-                "weight_decay": o.weight_decay,
-                "torch_adam": True,
-            },
-        },
-    }
-    if s["communication_data_type"]:
-        out["communication_data_type"] = s["communication_data_type"]
-    if s["data_types"]["grad_accum_dtype"]:
-        out["data_types"] = {"grad_accum_dtype": s["data_types"]["grad_accum_dtype"]}
-    return out
 
 
 def hf_config(m: ModelShape, file: str | None = None) -> dict[str, Any]:

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import yaml
 
+from train_ledger.spec.ds_config import ds_config
 from train_ledger.spec.errors import ConfigError
-from train_ledger.spec.io import write_text
+from train_ledger.spec.io import file_mode, write_text
 from train_ledger.spec.run import Run
 
 
@@ -30,7 +31,7 @@ def export(run: Run, directory: str | Path) -> list[Path]:
         for name, text in files.items():
             write_text(directory / name, text)
             if name.endswith(".sh"):
-                (directory / name).chmod(0o755)
+                (directory / name).chmod(file_mode(0o777))
     except OSError as e:
         raise ConfigError(f"cannot be written: {e.strerror or e}", file=directory) from e
     return [directory / name for name in files]
@@ -43,9 +44,10 @@ def _megatron(run: Run) -> tuple[dict[str, str], list[str]]:
 
 
 def _deepspeed(run: Run) -> tuple[dict[str, str], list[str]]:
-    from .deepspeed import ds_config, hf_config
+    from .deepspeed import hf_config
 
-    files = {"ds_config.json": json.dumps(ds_config(run), indent=2) + "\n"}
+    whole = {"train_batch_size": run.global_batch, **ds_config(run), "steps_per_print": 1}
+    files = {"ds_config.json": json.dumps(whole, indent=2) + "\n"}
     options = ["--deepspeed", "ds_config.json", "--seq-length", str(run.seq_length)]
     try:
         files["config.json"] = json.dumps(hf_config(run.model, run.source or None), indent=2) + "\n"

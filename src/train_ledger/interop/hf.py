@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from train_ledger.spec.errors import ConfigError
@@ -75,7 +76,8 @@ def read_config(path: str) -> Native:
     family = data.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
         raise ConfigError(f"{str(family)[:60]!r} is not one of {', '.join(FAMILIES)}", file=path, key="model_type")
-    return FAMILIES[family](path, data)
+    table = {"gpt2": GPT2, "gpt_neox": NEOX}.get(family, LLAMA_LIKE)
+    return replace(FAMILIES[family](path, data), called={ours: theirs for theirs, ours in table.items()})
 
 
 def read_json(path: str) -> dict[str, Any]:

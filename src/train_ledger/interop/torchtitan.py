@@ -89,7 +89,7 @@ def load(target: str) -> Any:
     try:
         config = getattr(importlib.import_module(module_name), function_name)()
     # The module is a person's own program: whatever it raises is about that program.
-    except Exception as e:
+    except (Exception, SystemExit) as e:
         raise ConfigError(f"cannot be called: {type(e).__name__}: {e}", file=target, key="--torchtitan") from e
     finally:
         sys.path.remove(os.getcwd())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import re
 import shutil
 import sys
 import time
@@ -27,7 +28,9 @@ SCHEMA = "train-ledger/launch/1"
 RANK_SCHEMA = "train-ledger/rank/1"
 CLAIM = ".launch-id"
 LOG_TAIL_LINES = 20
-PUBLISHED = ("rank*.json", "rank*.log", "weights*.safetensors")
+MAX_TIMEOUT_S = 10**9
+#: What a launch leaves, a rank each. No other file in the folder is ours to remove, the initial weights least of all.
+PUBLISHED = re.compile(r"(?:rank|weights)(\d+)\.(json|log|safetensors)")
 
 
 def launch(
@@ -58,6 +61,10 @@ def launch(
         ConfigError: a world or a setting that cannot be.
     """
     check_name(run.name, file=run.source or None, key="name")
+    if not 0 < timeout_s <= MAX_TIMEOUT_S:
+        raise ConfigError(f"{timeout_s} is not between 0 and {MAX_TIMEOUT_S:,} seconds", key="timeout")
+    if at_once is not None and at_once < 1:
+        raise ConfigError(f"{at_once} is less than 1 rank at a time", key="at-once")
     chosen = _chosen(run, ranks)
     module = world(run.world)
     attempt = Attempt.begin(run, Path(out_dir))
@@ -157,19 +164,22 @@ class Attempt:
         validate(done, "launch", file=self.target / "run.json", error=DataError)
         self._check_claim()
         try:
+            write_json(self.directory / "run.json", done)  # a full disk fails here, before an older launch is touched
             self._move(ranks)
-            write_json(self.target / "run.json", done)
         except OSError as e:
             raise LaunchError(f"cannot be written: {e.strerror or e}", file=e.filename or self.target) from e
 
     def _move(self, ranks: Sequence[int]) -> None:
         """Files of an older launch go, those of this one come."""
         (self.target / "run.json").unlink(missing_ok=True)
-        mine = {name.replace("*", str(rank)) for name in PUBLISHED for rank in ranks}
-        for old in [p for name in PUBLISHED for p in self.target.glob(name) if p.name not in mine]:
-            old.unlink()
+        for old in list(self.target.iterdir()):
+            of = PUBLISHED.fullmatch(old.name)
+            # Ranks under a torchrun that was started by hand log here at once.
+            mine = of and of[2] == "log" and int(of[1]) in ranks
+            if of and not mine and not (self.directory / old.name).exists():
+                old.unlink()
         (self.target / "torchrun.log").unlink(missing_ok=True)  # of an older launch that failed
-        for file in sorted(self.directory.iterdir()):
+        for file in sorted(self.directory.iterdir(), key=lambda f: (f.name == "run.json", f.name)):
             os.replace(file, self.target / file.name)
 
     def keep_logs(self, error: LaunchError) -> LaunchError:

@@ -136,7 +136,7 @@ def _child(job: Job, make_rank: Callable[[int], Rank], rank: int, pipe: int, par
             code = 0
         except BaseException as e:
             report(**describe(e))
-            traceback.print_exc()
+            log_error(e)
     finally:
         with contextlib.suppress(Exception):
             sys.stdout.flush()
@@ -155,6 +155,14 @@ def log_to(file: Path) -> None:
     sys.stderr = open(2, "w", buffering=1, closefd=False, encoding="utf-8")  # noqa: SIM115
     faulthandler.enable(sys.stderr)
     faulthandler.register(signal.SIGUSR1, sys.stderr, all_threads=True)
+
+
+def log_error(error: BaseException) -> None:
+    """The stack of an error into the log; the line alone of one of ours, which says all that there is to know."""
+    if isinstance(error, LedgerError):
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+    else:
+        traceback.print_exception(error)
 
 
 def die_with(parent: int) -> None:

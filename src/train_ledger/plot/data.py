@@ -20,6 +20,7 @@ from train_ledger.spec.registry import FRAMEWORKS
 from train_ledger.spec.steps import GlobalStep, global_steps
 
 PARITY_SCHEMA = "train-ledger/parity/1"
+PROVENANCE_FILE, PROVENANCE_SCHEMA = "provenance.json", "train-ledger/evidence/1"
 
 _WHOLE = {
     *("rank", "step", "micro_batch", "order", "count", "numel", "in_numel", "out_numel", "full_numel", "storages"),
@@ -49,7 +50,10 @@ class Parity:
 
 @dataclass(frozen=True)
 class Results:
-    """A results folder. Every table is there, empty where its stage did not run; `missing` names those stages."""
+    """A results folder. Every table is there, empty where its stage did not run; `missing` names those stages.
+
+    `provenance` is what a set of kept measurements says of itself (reference/<set>/provenance.json), else empty.
+    """
 
     name: str
     runs: Sequence[Mapping[str, Any]]
@@ -57,6 +61,7 @@ class Results:
     predictions: Mapping[str, Mapping[str, Any]]
     parity: Parity | None = None
     missing: Sequence[str] = field(default_factory=tuple)
+    provenance: Mapping[str, Any] = field(default_factory=dict)
 
     def __getitem__(self, table: str) -> pd.DataFrame:
         return self.tables[table]
@@ -116,6 +121,7 @@ def read_results(folder: str | Path) -> Results:
         predictions,
         parity,
         tuple(missing),
+        read_json(said, PROVENANCE_SCHEMA, "evidence") if (said := folder / PROVENANCE_FILE).is_file() else {},
     )
 
 

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 
 import matplotlib.pyplot as plt
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch, Rectangle
 
-from train_ledger.reconcile.compare import rank_ranges
-from train_ledger.spec.model import ModelShape, canonical_tensors
+from train_ledger.spec.placement import share
 from train_ledger.spec.units import fmt_auto
 
 from . import style
 from .data import Results, framework_title
-from .runs import config_of, panel_titles
+from .placement import master_words, matrix_numel, part_of_matrix
+from .runs import panel_titles
 from .save import Drawn
 from .text import plural, shorten
 
@@ -95,46 +94,6 @@ def state_word(event: pd.Series) -> str:
     return f"{event['state']} ({event['dtype']})"
 
 
-def share(numel: float, full_numel: int) -> str:
-    """`1/8` or `whole`; a share that is no simple fraction (padding) with `≈`."""
-    if not full_numel or pd.isna(numel):
-        return "none"
-    exact = Fraction(int(numel), full_numel)
-    if exact >= 1:
-        return "whole"
-    simple = exact.limit_denominator(64)
-    return f"{simple.numerator}/{simple.denominator}" if simple == exact else f"≈ {float(exact):.3f}"
-
-
-def matrix_numel(results: Results, run: str) -> int:
-    """Elements of the whole followed weight, before tensor parallelism splits it.
-
-    The canonical tensor of that name says so, if the rank's slice is that tensor or its equal part. What a framework
-    fuses or pads is another tensor: its slice times the tensor-parallel size.
-    """
-    first = results.of("lifeline", run).iloc[0]
-    full, config = int(first["full_numel"]), config_of(results, run)
-    tensor_parallel = int(config.get("parallel", {}).get("tensor_parallel", 1))
-    fields = {name: value for name, value in config.get("model", {}).items() if name in ModelShape.__dataclass_fields__}
-    known = None
-    if fields:
-        known = {t.name: t.numel for t in canonical_tensors(ModelShape(**fields))}.get(str(first["weight"]))
-    return known if known in (full, full * tensor_parallel) else full * tensor_parallel
-
-
-def part_of_matrix(numel: float, full_numel: int, matrix: int) -> str:
-    """`1/8 of the matrix (1/4 of its tensor-parallel half)`: one whole for every framework, then the rank's own."""
-    of_all, of_slice = share(numel, matrix), share(numel, full_numel)
-    if of_all in {"none", "whole"}:
-        return "whole matrix" if of_all == "whole" else "none"
-    if not 0 < full_numel < matrix:
-        return f"{of_all} of the matrix"
-    name = {2: "half", 4: "quarter"}.get(matrix // full_numel, "slice")
-    if of_slice == "whole":
-        return f"whole tensor-parallel {name} ({of_all} of the matrix)"
-    return f"{of_all} of the matrix ({of_slice} of its tensor-parallel {name})"
-
-
 def kept_apart(results: Results, lane: Lane) -> str:
     """Where the elements of a weight are whose own tensor is empty; empty text where that is not known.
 
@@ -154,24 +113,6 @@ def kept_apart(results: Results, lane: Lane) -> str:
     )
 
 
-def masters(results: Results, run: str) -> str:
-    """Which ranks keep how much of the fp32 master of their slice of the weight, at the end of the recorded step."""
-    frame = results.of("lifeline", run)
-    matrix = 0 if frame.empty else matrix_numel(results, run)
-    shares: dict[str, list[int]] = {}
-    for rank, part in frame.groupby("rank", sort=True):
-        last = part.sort_values(["step", "order"]).iloc[-1]
-        if last["master_name"]:
-            part_held = part_of_matrix(last["master_numel"], int(last["full_numel"]), matrix)
-            told = f"{part_held} in {last['master_name']}"
-            told += f" ({last['master_dtype']}{', the weight itself' if last['master_same_storage'] == 'True' else ''})"
-        else:
-            told = "none"
-        shares.setdefault(told, []).append(int(rank))
-    ordered = sorted(shares.items(), key=lambda item: (item[0] == "none", item[1]))
-    return "; ".join(f"{plural(len(r), 'rank').split()[1]} {rank_ranges(r)}: {told}" for told, r in ordered)
-
-
 def draw(results: Results) -> list[Drawn]:
     """The lifelines, one lane a run."""
     found = lanes(results)
@@ -182,7 +123,7 @@ def draw(results: Results) -> list[Drawn]:
         figure = _figure(shown)
     told = "; ".join(
         f"{framework_title(lane.framework)} ({shorten(lane.run, 40)}): {words(lane)}; "
-        f"fp32 master: {masters(results, lane.run)}"
+        f"fp32 master: {master_words(results, lane.run)}"
         for lane in shown
     )
     first = shown[0]

@@ -60,10 +60,11 @@ def _line(ax: Axes, look: style.RunStyle, name: str, line: Sequence[tuple[int, f
     ax.set_xlabel("optimizer step")
 
 
-def draw_parity(parity: Parity | None, run_names: Sequence[str] = ()) -> list[Drawn]:
+def draw_parity(parity: Parity | None, run_names: Sequence[str] = (), on_gpus: str = "") -> list[Drawn]:
     """Loss of runs that began alike, and how far each is from the plain reference, beside the bound.
 
-    `run_names` are the runs of the results in order: a run looks as it does in the other figures.
+    `run_names` are the runs of the results in order: a run looks as it does in the other figures. `on_gpus` names the
+    results folder where the runs are measurements on GPUs that stand beside the results of the page.
     """
     if parity is None or parity.curves.empty:
         return []
@@ -81,13 +82,15 @@ def draw_parity(parity: Parity | None, run_names: Sequence[str] = ()) -> list[Dr
         f"{plural(parity.summary['steps'], 'step')}; the losses of any pair differ by at most {worst:.2e} of "
         "themselves "
         f"({shown}). Bounds are measured: how far plain runs drift apart when only rounding differs. "
-        "Source: parity/losses.csv."
+        f"Source: {f'{shorten(on_gpus, 40)}/' if on_gpus else ''}parity/losses.csv."
     )
     alt = (
         "Two line charts over the optimizer steps: the loss of each run, and the relative difference of losses with "
         "its "
         f"bound. Runs: {', '.join(shorten(r, 40) for r in runs)}. Largest difference {worst:.2e}."
     )
+    if on_gpus:
+        return [Drawn("parity_gpu", "evidence", "Loss parity at full size, on a GPU", alt, caption, figure)]
     return [Drawn("parity", "losses", "Loss parity", alt, caption, figure)]
 
 

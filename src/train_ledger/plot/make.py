@@ -22,6 +22,9 @@ def all_figures(
     for draw in (resident.draw, traffic.draw, lifeline.draw, grids.draw, schedule.draw):
         yield from draw(results)
     yield from within.draw([results, *evidence])
+    trained = next((each for each in evidence if each.parity is not None), None)
+    if trained is not None:
+        yield from losses.draw_parity(trained.parity, [*results.run_names, *trained.run_names], trained.name)
     yield from losses.draw(results)
     yield from losses.draw_parity(results.parity, results.run_names)
     if predicted is not None:

@@ -15,7 +15,8 @@ from train_ledger.reconcile.rows import CLEAN, UNCLAIMED
 from train_ledger.spec.units import fmt_auto
 
 from . import style
-from .data import Results, framework_title, unit_for
+from .data import Results, unit_for
+from .runs import batch_titles, config_of
 from .save import Drawn
 from .text import shorten
 
@@ -101,7 +102,15 @@ def _caption(results: Results, frame: pd.DataFrame, measured: bool, folded: int,
         else "Bars: the fullest rank of each run, predicted from the configuration. Marks: its census of storages"
     )
     where = f"at the boundary after the last step (world: {worlds})"
-    return f"{finding}. {how} {where}.{small} Source: reconcile/resident.csv."
+    return f"{finding}. {how} {where}.{small}{_batches(results)} Source: reconcile/resident.csv."
+
+
+def _batches(results: Results) -> str:
+    """What tells runs of one framework apart that differ in their global batch."""
+    batch = {run: config_of(results, run).get("global_batch") for run in results.run_names}
+    if len({b for b in batch.values() if b}) < 2 or len(batch) > MAX_PANELS:
+        return ""
+    return f" Sequences in a step: {', '.join(f'{shorten(run, 40)} {b}' for run, b in batch.items() if b)}."
 
 
 def _panels(results: Results, frame: pd.DataFrame, runs: Sequence[str], tips: dict[str, str]) -> plt.Figure:
@@ -110,9 +119,10 @@ def _panels(results: Results, frame: pd.DataFrame, runs: Sequence[str], tips: di
     figure, axes = plt.subplots(rows, columns, figsize=(style.WIDTH_IN, 0.75 + 2.15 * rows), sharey=True, squeeze=False)
     totals = frame.groupby(["run", "rank"])[["predicted_bytes", "measured_bytes"]].sum()
     unit, scale = unit_for(float(totals.max().max()))
+    titles = batch_titles(results, runs)
     for ax, run in zip(axes.flat, runs, strict=False):
         _panel(ax, frame[frame["run"] == run], scale, bool((frame["verdict"] != "").any()), tips)
-        ax.set_title(framework_title(results.framework(run)), loc="left", fontweight="bold", pad=14)
+        ax.set_title(titles[run], loc="left", fontweight="bold", pad=14)
         ax.text(0, 1.02, shorten(run, 34), transform=ax.transAxes, fontsize=6.5, color=style.MUTED)
         ax.set_xlabel("rank")
     for ax in list(axes.flat)[len(runs) :]:
@@ -120,7 +130,7 @@ def _panels(results: Results, frame: pd.DataFrame, runs: Sequence[str], tips: di
     axes[0][0].set_ylim(0, float(totals.max().max()) / scale * 1.12)
     for ax in axes[:, 0]:
         ax.set_ylabel(f"resident per rank [{unit}]")
-    _legend(figure, frame)
+    _legend(figure, frame, sides=bool((frame["verdict"] != "").any()))
     return figure
 
 
@@ -201,10 +211,13 @@ def _bars(results: Results, frame: pd.DataFrame, runs: Sequence[str]) -> plt.Fig
     return figure
 
 
-def _legend(figure: plt.Figure, frame: pd.DataFrame) -> None:
+def _legend(figure: plt.Figure, frame: pd.DataFrame, sides: bool = False) -> None:
     present = frame[(frame["predicted_bytes"] > 0) | (frame["measured_bytes"] > 0)]["container"]
     handles = [
         Patch(facecolor=style.container_colour(n), edgecolor=style.MUTED, linewidth=0.3, label=shorten(n, 28))
         for n in style.container_order(present)
     ]
-    figure.legend(handles=handles, loc="outside lower center", ncols=6, handlelength=1.2, columnspacing=1.2)
+    if sides:
+        handles.insert(0, Patch(facecolor=style.MUTED, label="right bar, full: measured"))
+        handles.insert(0, Patch(facecolor=style.tint(style.MUTED, 0.5), label="left bar, light: predicted"))
+    figure.legend(handles=handles, loc="outside lower center", ncols=5, handlelength=1.2, columnspacing=1.2)

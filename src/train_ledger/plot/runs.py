@@ -23,6 +23,20 @@ def panel_titles(runs: Sequence[tuple[str, str]]) -> dict[str, str]:
     return out
 
 
+def batch_titles(results: Results, runs: Sequence[str]) -> dict[str, str]:
+    """Short titles for narrow panels: the framework, and where it occurs twice its global batch.
+
+    Where that does not tell its runs apart, as `panel_titles`.
+    """
+    out = panel_titles([(results.framework(run), run) for run in runs])
+    for framework in {results.framework(run) for run in runs}:
+        own = [run for run in runs if results.framework(run) == framework]
+        batch = [config_of(results, run).get("global_batch") for run in own]
+        if len(own) > 1 and all(batch) and len(set(batch)) == len(own):
+            out |= {run: f"{framework_title(framework)}, batch {b}" for run, b in zip(own, batch, strict=True)}
+    return out
+
+
 def config_of(results: Results, run: str) -> Mapping[str, Any]:
     """The resolved config of a run, empty where no file carries it."""
     for r in results.runs:

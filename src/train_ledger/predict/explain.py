@@ -9,11 +9,12 @@ from typing import Any
 
 from train_ledger.predict import predict
 from train_ledger.predict.difference import heaviest
-from train_ledger.predict.distinct import predict_distinct, ranges
-from train_ledger.predict.owner import owners, weight
+from train_ledger.predict.distinct import predict_distinct
+from train_ledger.predict.owner import fused, slices, weight
 from train_ledger.spec.dtypes import element_bytes
 from train_ledger.spec.errors import ConfigError
 from train_ledger.spec.ledger import STATE_CONTAINERS, Collective, RankLedger
+from train_ledger.spec.placement import copies, equal_copies, masters, rank_words
 from train_ledger.spec.registry import FRAMEWORKS
 from train_ledger.spec.run import Run, check_layout
 from train_ledger.spec.units import fmt_auto
@@ -82,31 +83,38 @@ def _count(calls: list[Collective]) -> int:
 
 def where(case: Case) -> str:
     """Where does one bf16 parameter live, when is it gathered, when released, and which GPU holds its fp32 master?"""
-    run, w, held = case.run, weight(case.run), owners(case.run)
-    if held:
-        case = Case(run, next(iter(held)))
+    run, w, parts = case.run, weight(case.run), slices(case.run)
+    if parts and case.rank is None:
+        case = Case(run, parts[0].ranks[0])
     gathers = case.calls("all_gather")
     n = f"all-gathers a step: {_count(gathers):,}, {fmt_auto(payload(gathers))}"
     size = fmt_auto(case.held("param"))
-    if run.framework == "megatron":
-        life = (
-            f"whole in bf16 all the step, in one flat buffer ({size} a rank), gathered after the optimizer step ({n})"
-        )
-    elif run.framework == "torchtitan":
-        life = (
-            f"an fp32 shard ({size} a rank), gathered as bf16 around each unit's forward and backward, then freed ({n})"
-        )
-    elif run.settings["zero_optimization"]["stage"] == 3:
+    # With overlap_param_gather Megatron gathers before the next forward, bucket by bucket, else at the step's end.
+    phases = {c.phase for c in gathers}
+    refreshed = "no other rank updates any of it"
+    if run.parallel.data_parallel * run.parallel.context_parallel > 1:
+        when = "in the next forward" if "forward" in phases else "after the step"
+        refreshed = f"updated values are gathered {when} ({n})"
+    if run.framework == "torchtitan":
+        life = f"an fp32 shard ({size} a rank), gathered as bf16 around each unit's forward and backward, then freed"
+        life = f"{life} ({n})" if gathers else f"whole in fp32 on each rank ({size}), cast to bf16 where it is used"
+    elif run.framework == "deepspeed" and run.settings["zero_optimization"]["stage"] == 3:
         kept = fmt_auto(case.held("persisted_param"))
-        life = f"a bf16 shard ({size} a rank), whole around each module's forward and backward, then freed ({n})"
-        life += f"; small ones stay whole ({kept})"
+        life = f"a bf16 shard ({size} a rank), whole from its forward or backward on, then freed unless the prefetcher "
+        life += f"has already come to its next use ({n}); small ones stay whole ({kept})"
     else:
-        life = f"whole in bf16 all the step, in flat buffers ({size} a rank), gathered after the optimizer step ({n})"
-    if not held:
+        life = f"whole in bf16 all the step, in flat buffers ({size} a rank); {refreshed}"
+    if not parts:
         return f"{life}.\nIts fp32 master: in flat shares of the data-parallel group."
-    some = sorted(set(held.values()), reverse=True)
-    of = f"{some[0]:,}" if len(some) == 1 else f"{some[-1]:,} to {some[0]:,}"
-    return f"{life}.\nThe fp32 master of {w.name}: {of} elements on each rank of {ranges(tuple(held))}."
+    s = parts[0]
+    held = f"{w.name}{f' (in {own})' if (own := fused(run)) else ''}: {copies(parts)}" + (
+        f", {s.numel:,} elements each" if s.count > 1 else f", {s.numel:,} elements"
+    )
+    if run.framework == "megatron" and equal_copies(parts):
+        held += f". {equal_copies(parts)[:-1]}"
+    others = sorted(set(range(run.world_size)) - {r for p in parts for r in p.ranks})
+    held += f"; not on {rank_words(others)} (other pipeline stages)" if others else ""
+    return f"{life}.\n{held}. Its fp32 master: {masters(parts)}."
 
 
 def stages(case: Case) -> str:

@@ -59,6 +59,8 @@ def read_launch(launch_dir: str | Path) -> Launch:
             file = Path(launch_dir) / f"rank{rank['rank']}.json"
             raise DataError(f"other versions than on rank {ranks[0]['rank']}", file=file, key="versions")
         check_steps(ranks[0], rank, Path(launch_dir) / f"rank{rank['rank']}.json")
+    for rank in ranks:
+        check_references(rank, Path(launch_dir) / f"rank{rank['rank']}.json")
     return Launch(meta, tuple(ranks))
 
 
@@ -97,6 +99,27 @@ def check_steps(first: Mapping[str, Any], rank: Mapping[str, Any], file: str | P
         )
 
 
+def check_references(rank: Mapping[str, Any], file: str | Path, prefix: str = "") -> None:
+    """What a rank file says of groups, calls and storages is of ranks of its world and of steps that it trained.
+
+    Raises:
+        DataError: a rank outside of the world or twice in a group, a step that is none of the file's.
+    """
+    world, steps = range(rank["world_size"]), {s["step"] for s in rank["steps"]}
+    for part in ("groups", "collectives"):
+        for i, item in enumerate(rank[part]):
+            if not all(r in world for r in item["ranks"]) or len(set(item["ranks"])) < len(item["ranks"]):
+                what = f"{_some(item['ranks'])} are not different ranks of a world of {len(world)}"
+                raise DataError(what, file=file, key=f"{prefix}{part}[{i}].ranks")
+    for i, call in enumerate(rank["collectives"]):
+        if call["step"] not in steps:
+            what = f"{call['step']} is not a step of this rank: {_some(sorted(steps))}"
+            raise DataError(what, file=file, key=f"{prefix}collectives[{i}].step")
+    if rank["census"]["step"] not in steps:
+        what = f"{rank['census']['step']} is not a step of this rank: {_some(sorted(steps))}"
+        raise DataError(what, file=file, key=f"{prefix}census.step")
+
+
 def _some(numbers: list[int], limit: int = 10) -> str:
     more = f" and {len(numbers) - limit} more" if len(numbers) > limit else ""
     return ", ".join(map(str, numbers[:limit])) + more
@@ -123,10 +146,15 @@ def read_prediction(file: str | Path) -> dict[str, Any]:
     """A predict file whose sums hold.
 
     Raises:
-        DataError: missing, truncated, of another schema, or bytes that are not elements times their size.
+        DataError: missing, truncated, of another schema, a rank that is there twice, or bytes that are not elements
+            times their size.
     """
     data = read_json(file, ledger.SCHEMA, "predict")
+    seen: set[int] = set()
     for i, rank in enumerate(data["ranks"]):
+        if rank["rank"] in seen:
+            raise DataError(f"rank {rank['rank']} is there twice", file=file, key=f"ranks[{i}].rank")
+        seen.add(rank["rank"])
         for j, c in enumerate(rank["containers"]):
             at = f"ranks[{i}].containers[{j}]"
             if c["dtype"] not in ELEMENT_BYTES:

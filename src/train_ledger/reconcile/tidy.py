@@ -24,9 +24,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from train_ledger.spec.errors import DataError
-from train_ledger.spec.io import validate
+from train_ledger.spec.io import file_mode, validate
 
-from .read import IDENTITY, RANK_SCHEMA, Launch, check_steps
+from .read import IDENTITY, RANK_SCHEMA, Launch, check_references, check_steps
 
 TABLE_SCHEMA = "train-ledger/probe/1"
 
@@ -83,8 +83,8 @@ def _write_whole(table: pa.Table, out: Path) -> None:
     fd, tmp = tempfile.mkstemp(dir=out.parent, prefix=f".{out.name[:50]}.", suffix=".tmp")
     os.close(fd)
     try:
-        pq.write_table(table, tmp)
-        os.chmod(tmp, 0o644)
+        pq.write_table(table, tmp, write_page_checksum=True)
+        os.chmod(tmp, file_mode())
         os.replace(tmp, out)
     except BaseException:
         Path(tmp).unlink(missing_ok=True)
@@ -99,7 +99,7 @@ def read_tidy(file: str | Path) -> list[dict[str, Any]]:
             rank is there twice or trained other steps than the first, or a rank is not as its schema says.
     """
     try:
-        table = pq.read_table(file)
+        table = pq.read_table(file, page_checksum_verification=True)
     except FileNotFoundError as e:
         raise DataError("cannot be read: there is no such file", file=file) from e
     except (OSError, pa.ArrowException) as e:
@@ -124,6 +124,7 @@ def read_tidy(file: str | Path) -> list[dict[str, Any]]:
     for rank in ranks:
         validate(rank, "rank", file=file, prefix=f"rank {rank['rank']}", error=DataError)
         check_steps(ranks[0], rank, file)
+        check_references(rank, file, f"rank {rank['rank']}.")
     return ranks
 
 

@@ -68,6 +68,7 @@ def all_tables(results: Results, paper: Results | None, evidence: Sequence[Resul
     sources = [results, *evidence]
     made = [
         answers.answer_table(results),
+        answers.gpu_answer_table(evidence),
         answers.summary_table(results),
         ledger_tables.memory_table(results),
         ledger_tables.foreign_table(results),
@@ -139,7 +140,8 @@ def render(
         verdict=answers.verdict(results),
         explanations=expectation.explanations(paper) if paper else [],
         parity=results.parity.summary if results.parity else None,
-        evidence=[(each.name, answers.verdict(each)) for each in evidence],
+        gpu_verdict=answers.gpu_verdict(evidence),
+        evidence=evidence_sets(evidence),
         facts=provenance.facts([results, *evidence], source),
         glossary=GLOSSARY,
         version=__version__,
@@ -150,10 +152,25 @@ def render(
     )
 
 
+def evidence_sets(evidence: Sequence[Results]) -> list[dict[str, Any]]:
+    """Measurements on GPUs by the set that they were kept in: what it says of itself, and verdicts of its folders."""
+    sets: list[dict[str, Any]] = []
+    for each in evidence:
+        entry = next((s for s in sets if each.provenance and s["provenance"] == each.provenance), None)
+        if entry is None:
+            entry = {"provenance": each.provenance, "found": []}
+            sets.append(entry)
+        parity = each.parity.summary if each.parity else None
+        entry["found"].append({"name": each.name, "verdict": answers.verdict(each), "parity": parity})
+    return sets
+
+
 def page_table(table: Table) -> Table:
     """The table as the page shows it: no column of causes where there are none; a very long ledger by kind of rank."""
     if table.name == "ledger" and len(table.rows) > MAX_LEDGER_ROWS:
         table = ledger_tables.merged_ledger(table)
+    if table.name == "peaks":
+        table = gpu_tables.large_peaks(table)
     return table.printed()
 
 

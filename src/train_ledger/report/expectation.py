@@ -161,14 +161,15 @@ def _megatron(paper: Results) -> Iterator[Explanation]:
         "backward of a column-parallel layer needs its whole input once more for the weight gradient, and gathers it "
         "again instead of keeping it: six all-gathers and four reduce-scatters a layer and micro-batch. Rank 0 makes "
         f"{gathers:,} all-gathers and {scatters:,} reduce-scatters on its tensor-parallel group in a step "
-        "(tensor_parallel/layers.py, LinearWithGradAccumulationAndAsyncCommunication.backward).",
+        "(megatron core/tensor_parallel/layers.py, LinearWithGradAccumulationAndAsyncCommunication.backward).",
     )
     _, sent = _calls(p, lambda c: c["op"] == "send")
     yield Explanation(
         "B",
         "A pipeline stage sends shards, not whole activations",
         "Under sequence parallelism the activation between two stages is split over the tensor-parallel ranks, and "
-        f"each sends its own part: {fmt(sent)} a rank and step, half of what whole activations would be.",
+        f"each sends its own part: {fmt(sent)} a rank and step, half of what whole activations would be "
+        "(megatron core/pipeline_parallel/schedules.py, get_tensor_shapes).",
     )
 
 
@@ -182,7 +183,8 @@ def _deepspeed(paper: Results) -> Iterator[Explanation]:
         "ZeRO-3 keeps a bucket and the small parameters",
         "Sixteen bytes a parameter over the ranks is not all: the reduce bucket is allocated once and stays "
         f"({bucket:,} B), and parameters below stage3_param_persistence_threshold stay whole on every rank "
-        f"({persisted:,} B).",
+        f"({persisted:,} B; deepspeed runtime/zero/stage3.py, _setup_for_real_optimizer, and "
+        "runtime/zero/parameter_offload.py, mark_persistent_parameters).",
     )
     gathers, gathered = _calls(p, lambda c: c["op"] == "all_gather")
     scatters, scattered = _calls(p, lambda c: c["op"] == "reduce_scatter")
@@ -190,20 +192,20 @@ def _deepspeed(paper: Results) -> Iterator[Explanation]:
         "D",
         "Gradient accumulation doubles the reduce-scatter",
         "Gradients are partitioned, so each of the two micro-batches of a step reduces all of them: "
-        f"{scatters:,} reduce-scatters with {fmt(scattered)} of payload a step, where one counts 3 GB for one pass.",
+        f"{scatters:,} reduce-scatters with {fmt(scattered)} of payload a step, where one counts 3 GB for one pass "
+        "(deepspeed runtime/zero/stage3.py, __reduce_and_partition_ipg_grads).",
     )
     yield Explanation(
         "E",
         "The all-gather does not double, and stage3_max_live_parameters does not cap it",
-        f"{gathers:,} all-gathers carry {fmt(gathered)} a step, {gathered / _model_bytes(p):.2f} times the bf16 "
-        "model and "
-        "not four times (forward and backward of two micro-batches). What is used again within "
-        "stage3_max_reuse_distance = 1e9 elements is not released, so that a backward finds nearly all that its "
-        "forward "
-        "gathered. All 1.498e9 parameters are live at once all the same: stage3_max_live_parameters = 1e9 only bounds "
-        "what is prefetched, it releases nothing (partitioned_param_coordinator.py, __params_to_release). The "
-        "embedding "
-        "stays gathered over the micro-batches: its input is integer, so no backward hook releases it.",
+        f"{gathers:,} all-gathers carry {fmt(gathered)} a step, {gathered / _model_bytes(p):.2f} times the bf16 model "
+        "and not four times (forward and backward of two micro-batches). The prefetcher runs through the recorded "
+        "order of uses ahead of the computation. What is still whole when it comes to its next use is passed over and "
+        "kept for that use, so that a backward finds nearly all that its forward gathered; stage3_max_reuse_distance = "
+        "1e9 elements keeps nothing beyond that here (deepspeed runtime/zero/partitioned_param_coordinator.py, "
+        "fetch_sub_module and __params_to_release). stage3_max_live_parameters = 1e9 bounds only what is prefetched "
+        "and releases nothing: in the second micro-batch all 1.498e9 parameters are live at once. The embedding stays "
+        "gathered from one micro-batch to the next: its input is integer, so no backward hook releases it.",
     )
 
 
@@ -217,23 +219,24 @@ def _torchtitan(paper: Results) -> Iterator[Explanation]:
             "F",
             "Selective activation checkpointing repeats collectives",
             "The forward of each layer runs again in the backward, and with it its tensor-parallel gathers and "
-            f"scatters: {recomputed:,} calls and {fmt(payload)} of payload a step that the estimate does not have.",
+            f"scatters: {recomputed:,} calls and {fmt(payload)} of payload a step that the estimate does not have "
+            "(torchtitan distributed/activation_checkpoint.py, SelectiveAC).",
         )
     gathers, gathered = _calls(p, lambda c: c["op"] == "all_gather" and c["dtype"] == "bfloat16" and c["group"] != "tp")
     yield Explanation(
         "G",
         "The last FSDP unit is gathered three times",
         "The chunked loss calls the output layer on its own, which turns resharding of the last unit back on: "
-        f"{gathers:,} bf16 all-gathers with {fmt(gathered)} a step, instead of two for each unit.",
+        f"{gathers:,} bf16 all-gathers with {fmt(gathered)} a step, instead of two for each unit (torchtitan "
+        "components/loss.py, lm_head.set_reshard_after_forward(True)).",
     )
     yield Explanation(
         "I",
         "torchtitan's 1B flavour ties its embeddings, and its batch is half as large",
-        "As shipped, the flavour shares the embedding with the output layer: 1,235,814,400 parameters, not "
-        "1,498,482,688. Here weight tying is off, so that the three frameworks train the same model. Two sequences "
-        "on each of four "
-        "data-parallel ranks are 8 sequences a step, where the other two runs have 16: a matched run with 16 stands "
-        "beside it.",
+        "As shipped, the flavour shares the embedding with the output layer (torchtitan models/llama3/__init__.py, "
+        "_1b: enable_weight_tying): 1,235,814,400 parameters, not 1,498,482,688. Here weight tying is off, so that the "
+        "three frameworks train the same model. Two sequences on each of four data-parallel ranks are 8 "
+        "sequences a step, where the other two runs have 16: a matched run with 16 stands beside it.",
     )
 
 

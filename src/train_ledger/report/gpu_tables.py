@@ -16,6 +16,8 @@ from train_ledger.spec.hardware import datasheet_rate, flop_per_token
 
 from .tables import Column, Table
 
+#: Owner of what a rank file does not tell apart (probe/peak.py).
+REST = "the rest"
 OUTSIDE = ("library_workspace", "block_rounding")
 WARM_UP_STEPS = 2
 
@@ -26,20 +28,22 @@ def evidence_table(sources: Sequence[Results]) -> Table:
     for results in sources:
         for run in results.run_names:
             rows += _allocator_rows(results, run)
+    devices = ", ".join(dict.fromkeys(row["gpu"] for row in rows))
     return Table(
         "evidence",
-        "On real GPUs: bytes that PyTorch's allocator counts at a step boundary, and what explains them.",
+        f"On real GPUs ({devices}): bytes that PyTorch's allocator counts at a step boundary, and what explains them.",
         [
             Column("where", "results", "code"),
             Column("run", "run", "code"),
-            Column("device", "device"),
+            Column("world", "world", "code"),
+            Column("gpu", "GPU"),
             Column("ranks", "ranks"),
             Column("requested_bytes", "requested [B]", "bytes"),
             Column("container_bytes", "containers, predicted [B]", "bytes"),
             Column("library_bytes", "library workspaces [B]", "bytes"),
             Column("left_bytes", "left over [B]", "bytes"),
             Column("allocated_bytes", "allocated [B]", "bytes"),
-            Column("peak_bytes", "peak, allocated [B]", "bytes"),
+            Column("peak_bytes", "peak of a step [B]", "bytes"),
             Column("verdict", "verdict", "verdict"),
         ],
         rows,
@@ -63,8 +67,8 @@ def _allocator_rows(results: Results, run: str) -> list[dict[str, Any]]:
         # The allocator counts what is on the GPU.
         inside = mine[~mine["container"].isin(OUTSIDE) & ~mine["container"].str.endswith(" on the host")]
         left = int((inside["measured_bytes"] - inside["predicted_bytes"]).sum())
-        # torchtitan resets the counter when it logs (components/metrics.py); the recorded step was also read apart.
-        recorded_peak = 0 if peaks.empty else peaks[peaks["rank"] == rank]["peak_bytes"].max()
+        # The recorded step's own peak: torchtitan resets the allocator's counter when it logs (components/metrics.py).
+        peak = peaks[peaks["rank"] == rank]["peak_bytes"].max()
         alike.setdefault(
             (
                 int(last["requested_bytes"]),
@@ -72,7 +76,7 @@ def _allocator_rows(results: Results, run: str) -> list[dict[str, Any]]:
                 library,
                 left,
                 int(last["allocated_bytes"]),
-                int(max(part["peak_bytes"].max(), recorded_peak)),
+                int(part["peak_bytes"].max() if pd.isna(peak) else peak),
                 _judged(all(f.empty for f in bad), left),
             ),
             [],
@@ -82,7 +86,8 @@ def _allocator_rows(results: Results, run: str) -> list[dict[str, Any]]:
         {
             "where": results.name,
             "run": run,
-            "device": ", ".join(devices),
+            "world": str(found.get("world", "")),
+            "gpu": ", ".join(devices),
             "ranks": rank_ranges(ranks),
             **dict(zip((*keys, "verdict"), key, strict=True)),
         }
@@ -95,6 +100,10 @@ def _judged(clean: bool, left_bytes: int) -> str:
     if not clean:
         return "differs"
     return f"exact but for {left_bytes:,} B that are not the framework's" if left_bytes else "exact"
+
+
+#: Owners of less than this part of a peak, in percent, are told together on the page; the CSV has each.
+SMALL_SHARE = 0.1
 
 
 def peak_table(sources: Sequence[Results]) -> Table:
@@ -122,6 +131,19 @@ def peak_table(sources: Sequence[Results]) -> Table:
     )
 
 
+def large_peaks(table: Table) -> Table:
+    """The table of peaks with the small owners of each run in one row, so that its rows still add up to the peak."""
+    rows: list[dict[str, Any]] = []
+    for key in dict.fromkeys((r["where"], r["run"]) for r in table.rows):
+        own = [r for r in table.rows if (r["where"], r["run"]) == key]
+        small = [r for r in own if r["share"] < SMALL_SHARE or r["site"] == REST]
+        rows += [r for r in own if r not in small]
+        if small:
+            sums = {k: sum(r[k] for r in small) for k in ("bytes", "share", "blocks")}
+            rows.append({**small[0], "site": REST, **sums})
+    return Table(table.name, f"{table.caption} Small owners are told together; the CSV has each.", table.columns, rows)
+
+
 def time_table(sources: Sequence[Results]) -> Table:
     """Step times where they mean something: a GPU a rank, NCCL. The first steps warm up and are left out."""
     rows: list[dict[str, Any]] = []
@@ -138,7 +160,8 @@ def time_table(sources: Sequence[Results]) -> Table:
             tokens = config["global_batch"] * config["seq_length"] if config else None
             line = results.of("timeline", run)
             parts = {} if line.empty else line[["compute_s", "communication_s", "exposed_communication_s"]].median()
-            measured = None if line.empty else float(line["matrix_flop_per_s"].median())
+            known = line["matrix_flop_per_s"].dropna()
+            measured = None if known.empty else float(known.median())
             per_gpu = flop_per_token(config) * tokens / step_s / config["world_size"] if tokens else None
             rows.append(
                 {
@@ -154,16 +177,21 @@ def time_table(sources: Sequence[Results]) -> Table:
             )
     return Table(
         "time",
-        "Time of a steady step: median over steps, profiled parts median over ranks and recorded steps. The share of "
-        "a rate counts 6 operations for each matrix element and token and causal attention, no recomputation. The "
-        "measured rate is that of 8192 x 8192 bf16 products on the same GPU after the last step.",
+        "Time of a steady step: median over steps, profiled parts median over ranks and recorded steps. MFU counts 6 "
+        "operations for each matrix element and token and causal attention, no recomputation, as a share of what the "
+        f"GPU's datasheet states for dense bf16 ({_rates(sources)}), which no real matrix product reaches"
+        + (
+            "; the measured rate is that of 8192 x 8192 bf16 products on the same GPU after the last step."
+            if any(row["mfu_measured"] for row in rows)
+            else ". What these GPUs reach in a matrix product was not measured."
+        ),
         [
             Column("where", "results", "code"),
             Column("run", "run", "code"),
             Column("step_s", "step [s]", "seconds"),
             Column("tokens_per_s", "tokens a second, all ranks", "count"),
-            Column("mfu", "of the datasheet's bf16 rate [%]", "percent"),
-            Column("mfu_measured", "of the measured bf16 rate [%]", "percent"),
+            Column("mfu", "MFU against the datasheet's dense bf16 rate [%]", "percent"),
+            Column("mfu_measured", "MFU against the measured bf16 rate [%]", "percent"),
             Column("matrix_tflop_per_s", "measured bf16 rate [Tflop/s]", "rate"),
             Column("compute_s", "compute kernels [s]", "seconds"),
             Column("communication_s", "communication kernels [s]", "seconds"),
@@ -171,6 +199,13 @@ def time_table(sources: Sequence[Results]) -> Table:
         ],
         rows,
     )
+
+
+def _rates(sources: Sequence[Results]) -> str:
+    """`NVIDIA H200: 989 Tflop/s` of each device that has a datasheet here."""
+    names = dict.fromkeys(str(d.get("name", "")) for s in sources for r in s.runs for d in r["devices"])
+    known = {name: rate for name in names if (rate := datasheet_rate(name))}
+    return ", ".join(f"{name}: {rate / 1e12:,.0f} Tflop/s" for name, rate in known.items()) or "none known here"
 
 
 def _percent(part: float | None, whole: float | None) -> float | None:

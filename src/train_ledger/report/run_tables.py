@@ -6,8 +6,9 @@ from typing import Any
 
 from train_ledger.plot.data import Results, run_steps
 from train_ledger.plot.grids import partitions
-from train_ledger.plot.lifeline import lanes, masters, words
-from train_ledger.plot.schedule import one_f_one_b, pipelines
+from train_ledger.plot.lifeline import lanes, words
+from train_ledger.plot.placement import master_words
+from train_ledger.plot.schedule import pipelines
 from train_ledger.plot.text import shorten
 from train_ledger.reconcile.compare import rank_ranges
 
@@ -27,7 +28,7 @@ def lifeline_table(results: Results) -> Table:
             "full_numel": lane.full_numel,
             "micro_batches": lane.micro_batches,
             "states": words(lane),
-            "master": masters(results, lane.run),
+            "master": master_words(results, lane.run),
         }
         for lane in lanes(results)
     ]
@@ -90,10 +91,10 @@ def _members(ranks: tuple[int, ...]) -> str:
 
 
 def schedule_table(results: Results) -> Table:
-    """A row a run with a plain 1F1B pipeline."""
+    """A row a run with a pipeline."""
     rows = []
     for p in pipelines(results):
-        agree = [s for s, order in p.measured.items() if order == one_f_one_b(s, p.stages, p.micro_batches)]
+        agree = [s for s in p.measured if p.agrees(s)]
         other = sorted(set(p.measured) - set(agree))
         seen = "not measured"
         if p.measured:
@@ -103,6 +104,7 @@ def schedule_table(results: Results) -> Table:
             {
                 "run": p.run,
                 "stages": p.stages,
+                "chunks": p.chunks,
                 "micro_batches": p.micro_batches,
                 "bubble": 100 * p.bubble_share,
                 "order": seen,
@@ -111,12 +113,13 @@ def schedule_table(results: Results) -> Table:
         )
     return Table(
         "schedule",
-        "1F1B pipelines: predicted order of forward and backward work, and the order that was measured.",
+        "1F1B pipelines (v > 1: interleaved): predicted order of forward and backward work, and the measured one.",
         [
             Column("run", "run", "code"),
             Column("stages", "stages p", "count"),
+            Column("chunks", "model chunks of a stage v", "count"),
             Column("micro_batches", "micro-batches m", "count"),
-            Column("bubble", "bubble (p-1)/(m+p-1) [%]", "percent"),
+            Column("bubble", "bubble (p-1)/(vm+p-1) [%]", "percent"),
             Column("order", "measured order"),
             Column("verdict", "verdict", "verdict"),
         ],

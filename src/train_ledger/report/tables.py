@@ -13,6 +13,8 @@ from typing import Any
 DECIMALS = {"gb": 3, "percent": 1, "loss": 6, "ratio": 3, "small": -1, "seconds": 3, "rate": 1}
 #: Columns that are left out of a printed table where no row has a value: causes of differences, what old runs lack.
 OFTEN_EMPTY = frozenset({"cause", "mfu_measured", "matrix_tflop_per_s"})
+#: Columns that are left out of a printed table where every row says the same; its caption says it instead.
+SAID_ONCE = frozenset({"gpu"})
 NUMBERS = frozenset({"bytes", "count", *DECIMALS})
 
 
@@ -40,9 +42,10 @@ class Table:
     rows: Sequence[dict[str, Any]] = field(default_factory=tuple)
 
     def printed(self) -> Table:
-        """The table as page and paper show it: a column of `OFTEN_EMPTY` only where it says something."""
+        """The table as page and paper show it: a column of `OFTEN_EMPTY` or `SAID_ONCE` only where it tells more."""
         said = {c.key for c in self.columns for row in self.rows if show(c.kind, row.get(c.key)) != "–"}
         columns = [c for c in self.columns if c.key not in OFTEN_EMPTY or c.key in said]
+        columns = [c for c in columns if c.key not in SAID_ONCE or len({row[c.key] for row in self.rows}) > 1]
         return Table(self.name, self.caption, columns, self.rows)
 
     def cells(self) -> list[list[str]]:

@@ -18,6 +18,9 @@ from .model import ModelShape
 from .registry import FRAMEWORKS
 from .run import Optimizer, Parallel, Probe, Run, check_layout
 
+#: Numbers in Hugging Face's rope_scaling, for the kinds that a framework here knows.
+SCALING_NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -79,7 +82,28 @@ def model_shape(name: str, data: Mapping[str, Any], path: str | Path) -> ModelSh
         data["head_dim"] = data["hidden_size"] // data["num_attention_heads"]
     if data["position_embedding"] == "rope" and data["head_dim"] % 2:
         raise ConfigError(f"{data['head_dim']} is odd; rotary positions turn pairs", file=path, key="head_dim")
+    data["rope_scaling"] = _rope_scaling(data["rope_scaling"], path)
     return ModelShape(name=name, **data)
+
+
+def _rope_scaling(scaling: Mapping[str, Any] | None, path: str | Path) -> Mapping[str, Any] | None:
+    """Hugging Face's mapping; none for its kind `default`, which scales nothing. Which kinds a framework knows, its
+    own module says.
+    """
+    if not scaling:
+        return None
+    kind = scaling.get("rope_type", scaling.get("type"))
+    if not isinstance(kind, str):
+        raise ConfigError("needs rope_type, the name of a kind of scaling", file=path, key="rope_scaling")
+    if kind == "default":
+        return None
+    for key in SCALING_NUMBERS:
+        value = scaling.get(key)
+        if key in scaling and (isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e12):
+            raise ConfigError(f"{key} is {str(value)[:60]!r}, not a number above 0", file=path, key="rope_scaling")
+    if kind == "linear" and "factor" not in scaling:
+        raise ConfigError("linear scaling needs factor, a number above 0", file=path, key="rope_scaling")
+    return scaling
 
 
 def load_run(
@@ -259,6 +283,8 @@ def holds(overrides: Mapping[str, Any], key: str | None) -> bool:
     """Whether nested mappings hold the dotted `key` of an error."""
     held: Any = overrides
     for part in re.split(r"\.|\[", key or ""):
+        if isinstance(held, list) and part.endswith("]"):
+            return True
         if not isinstance(held, Mapping) or part not in held:
             return False
         held = held[part]

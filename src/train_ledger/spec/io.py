@@ -252,12 +252,34 @@ def read_json(path: str | Path, schema_id: str, schema_name: str | None = None) 
         data = json.loads(text)
     except (ValueError, RecursionError) as e:
         raise DataError(f"is not complete JSON ({e}); it may be truncated", file=path) from e
+    if r"\ud" in text or r"\uD" in text:
+        _refuse_halves(data, path, "")
     if not isinstance(data, dict) or data.get("schema") != schema_id:
         found = data.get("schema") if isinstance(data, dict) else type(data).__name__
         raise DataError(f"is {found!r}, expected {schema_id!r}", file=path, key="schema")
     if schema_name:
         validate(data, schema_name, file=path, error=DataError)
     return data
+
+
+def _refuse_halves(data: Any, file: str | Path, at: str) -> None:
+    """Half of a surrogate pair is no character: JSON can spell it, but no file of text or tables can hold it."""
+    if isinstance(data, Mapping):
+        for key, value in data.items():
+            _refuse_halves(key, file, at)
+            _refuse_halves(value, file, _join(at, key))
+    elif isinstance(data, list):
+        for i, value in enumerate(data):
+            _refuse_halves(value, file, f"{at}[{i}]")
+    elif isinstance(data, str) and any("\ud800" <= c <= "\udfff" for c in data):
+        raise DataError(f"{_short(ascii(data), 60)} holds a character that no text can", file=file, key=at or None)
+
+
+def file_mode(mode: int = 0o666) -> int:
+    """Permissions of a new file: what the umask leaves of `mode`. A temporary file begins with its owner's alone."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mode & ~mask
 
 
 def write_text(path: str | Path, text: str) -> None:
@@ -270,7 +292,7 @@ def write_text(path: str | Path, text: str) -> None:
             f.write(text)
             f.flush()
             os.fsync(f.fileno())
-        os.chmod(tmp, 0o644)
+        os.chmod(tmp, file_mode())
         os.replace(tmp, path)
     except BaseException:
         Path(tmp).unlink(missing_ok=True)

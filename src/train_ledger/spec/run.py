@@ -134,7 +134,10 @@ def check_layout(run: Run) -> None:
             f"{m.num_attention_heads} attention heads do not divide into {m.num_query_groups} query groups",
         )
     if p.tensor_parallel > 1:
-        for key, value in (("num_attention_heads", m.num_attention_heads), ("ffn_hidden_size", m.ffn_hidden_size)):
+        split = {"num_attention_heads": m.num_attention_heads}
+        if run.framework != "torchtitan":  # its shards need not be equal
+            split["ffn_hidden_size"] = m.ffn_hidden_size
+        for key, value in split.items():
             if value % p.tensor_parallel:
                 refuse("parallel.tensor_parallel", f"{p.tensor_parallel} does not divide the model's {key} = {value}")
         if p.sequence_parallel and run.seq_length % p.tensor_parallel:

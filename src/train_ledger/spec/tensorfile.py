@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .errors import DataError
+from .io import file_mode
 
 _ELEMENT_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I64": 8, "I32": 4, "U8": 1}
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
@@ -77,7 +78,7 @@ def write(path: str | Path, entries: Iterable[Entry], metadata: Mapping[str, str
                 digest.update(data)
             f.flush()
             os.fsync(f.fileno())
-        os.chmod(tmp, 0o644)
+        os.chmod(tmp, file_mode())
         os.replace(tmp, path)
     except BaseException:
         Path(tmp).unlink(missing_ok=True)

@@ -17,6 +17,7 @@ from train_ledger.launch import tokens
 from train_ledger.launch.llama import Llama
 from train_ledger.launch.schedule import lr_at
 from train_ledger.launch.session import Owned, Rank, StepResult, Weight
+from train_ledger.spec.ds_config import ds_config
 from train_ledger.spec.errors import ConfigError
 from train_ledger.spec.model import canonical_tensors
 from train_ledger.spec.run import Run
@@ -59,36 +60,6 @@ def build(run: Run, rank: Rank) -> Session:
     except (AssertionError, ValueError, NotImplementedError) as e:
         raise ConfigError(f"cannot be built: {e}", file=run.source or None, key="deepspeed") from e
     return Session(run, rank, engine)
-
-
-def ds_config(run: Run) -> dict[str, Any]:
-    """What people write in ds_config.json: the run's batch and optimizer, and the run's own DeepSpeed settings."""
-    o, s = run.optimizer, run.settings
-    zero = {key: int(value) if isinstance(value, float) else value for key, value in s["zero_optimization"].items()}
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": run.micro_batch,
-        "gradient_accumulation_steps": run.num_micro_batches,
-        "gradient_clipping": o.clip_grad,
-        "bf16": {"enabled": True},
-        "zero_optimization": zero,
-        "optimizer": {
-            "type": "AdamW",
-            # torch_adam: DeepSpeed's FusedAdam is compiled when first used (minutes, and a compiler); torch's is the
-            # same AdamW.
-            "params": {
-                "lr": o.lr,
-                "betas": [o.beta1, o.beta2],
-                "eps": o.eps,
-                "weight_decay": o.weight_decay,
-                "torch_adam": True,
-            },
-        },
-    }
-    if s["communication_data_type"]:
-        config["communication_data_type"] = s["communication_data_type"]
-    if s["data_types"]["grad_accum_dtype"]:
-        config["data_types"] = {"grad_accum_dtype": s["data_types"]["grad_accum_dtype"]}
-    return config
 
 
 def param_groups(model: nn.Module, run: Run) -> list[Any]:

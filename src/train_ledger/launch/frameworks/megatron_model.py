@@ -139,7 +139,10 @@ def own_positions(seq_length: int, ranks: int, rank: int, device: torch.device) 
     The sequence is cut into 2 x `ranks` pieces, and rank r takes piece r from the front and piece r from the back, so
     that causal attention costs all the same (megatron/core/utils.py:get_batch_on_this_cp_rank).
     """
-    pieces = torch.arange(seq_length, device=device).chunk(2 * ranks)
+    every = torch.arange(seq_length, device=device)
+    if ranks == 1:
+        return every  # a sequence of one token has no second piece
+    pieces = every.chunk(2 * ranks)
     return torch.cat((pieces[rank], pieces[-1 - rank]))
 
 

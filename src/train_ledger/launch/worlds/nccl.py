@@ -16,24 +16,23 @@ import signal
 import subprocess
 import sys
 import time
-import traceback
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from train_ledger.launch.arguments import read_resolved
 from train_ledger.launch.cuda import cuda_device
 from train_ledger.launch.failures import describe, rebuild
 from train_ledger.launch.launcher import Attempt
 from train_ledger.launch.loop import run_rank
-from train_ledger.launch.processes import die_with, log_to
+from train_ledger.launch.processes import die_with, log_error, log_to
 from train_ledger.launch.progress import Progress
 from train_ledger.launch.session import Rank
 from train_ledger.launch.signals import interruptible
 from train_ledger.spec.errors import ConfigError, LaunchError, LedgerError
 from train_ledger.spec.io import write_json
+from train_ledger.spec.resolved import read_resolved
 from train_ledger.spec.run import Run
 
 from . import Job
@@ -181,7 +180,7 @@ def main(argv: list[str] | None = None) -> int:
     except BaseException as e:
         with contextlib.suppress(OSError):
             write_json(folder / f"error{rank}.json", {"rank": rank, "step": at[0], **describe(e)})
-        traceback.print_exc()
+        log_error(e)
         if shown:
             shown.say(str(e))
         return 1

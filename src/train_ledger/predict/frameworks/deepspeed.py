@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Any
 
+from train_ledger.spec.config import SCALING_NUMBERS
 from train_ledger.spec.errors import ConfigError
 from train_ledger.spec.groups import Group
 from train_ledger.spec.ledger import Collective, Container, RankLedger
@@ -34,6 +35,15 @@ def check(run: Run) -> None:
             refuse(f"parallel.{key}", f"is {getattr(p, key)}; DeepSpeed is modelled with data parallelism alone")
     if p.sequence_parallel:
         refuse("parallel.sequence_parallel", "DeepSpeed is modelled with data parallelism alone")
+    scaling = run.model.rope_scaling
+    if scaling and run.model.position_embedding == "rope":
+        # DeepSpeed brings no model; what it trains here is launch/llama.py.
+        kind = scaling.get("rope_type", scaling.get("type"))
+        if kind not in ("linear", "llama3"):
+            refuse("model.rope_scaling", f"{kind!r} is not modelled for DeepSpeed; known: llama3, linear")
+        missing = [key for key in SCALING_NUMBERS if key not in scaling and kind == "llama3"]
+        if missing:
+            refuse("model.rope_scaling", f"llama3 scaling needs {missing[0]}, a number above 0")
     zero = s["zero_optimization"]
     stage, grads = zero["stage"], s["data_types"]["grad_accum_dtype"]
     for key, value in zero.items():

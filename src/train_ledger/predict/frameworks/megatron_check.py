@@ -114,7 +114,12 @@ def _pipeline(run: Run) -> None:
     }
     given = {key: n for key, n in ends.items() if n is not None}
     if given and pp == 1:
-        _refuse(run, next(iter(given)), "a first or last stage of its own size needs pipeline_parallel of 2 or more")
+        _refuse(
+            run,
+            next(iter(given)),
+            "a first or last stage of its own size needs pipeline_parallel of 2 or more; on one stage Megatron Core "
+            "ignores it, or finds a mismatch (transformer_config.py:__post_init__)",
+        )
     rest, stages = layers - sum(given.values()), pp - len(given)
     if bool(rest) != bool(stages) or rest < 0:
         key = next(iter(given), "parallel.pipeline_parallel")

@@ -80,19 +80,20 @@ def _gathers(run: Run, layout: Layout, kind: Step) -> Iterator[Collective]:
     The last unit, [norm, lm_head], is not resharded after its forward unless asked to
     (`fsdp.py:apply_fsdp_to_decoder`). But `components/loss.py:ChunkedLossWrapper.__call__` unshards the head before its
     chunks, reshards it after them, and turns resharding on for good: the unit is gathered twice in the first
-    micro-batch of all, three times in every later one.
+    micro-batch of all, three times in every later one. The loss stands between the model's forward and the backward.
     """
     s, micro_batches = run.settings, run.num_micro_batches
     policy = s["fsdp_reshard_after_forward"]
     for unit in layout.units:
+        between = 0
         if unit.name != "last":
-            forward, backward = micro_batches, 0 if policy == "never" else micro_batches
+            backward = 0 if policy == "never" else micro_batches
         elif s["chunked_loss"]:
-            once = 1 if kind.first and policy != "always" else 0
-            forward, backward = 2 * micro_batches - once, micro_batches
+            between = micro_batches - (1 if kind.first and policy != "always" else 0)
+            backward = micro_batches
         else:
-            forward, backward = micro_batches, micro_batches if policy == "always" else 0
-        for phase, count in (("forward", forward), ("backward", backward)):
+            backward = micro_batches if policy == "always" else 0
+        for phase, count in (("forward", micro_batches), ("step", between), ("backward", backward)):
             if count:
                 yield Collective(
                     "all_gather",
@@ -227,7 +228,7 @@ def _loss(run: Run, micro_batches: int) -> Iterator[Collective]:
         run.micro_batch * run.seq_length // chunks,
         3 * chunks * micro_batches,
         "cross entropy",
-        "forward",
+        "step",
         "torchtitan/components/loss.py:_LossParallelCrossEntropy.forward",
     )
 

@@ -90,6 +90,14 @@ def _check_tensor_parallel(run: Run) -> None:
     for name, heads in (("n_heads", m.num_attention_heads), ("n_kv_heads", m.num_query_groups)):
         if heads % tp:
             _refuse(run, "parallel.tensor_parallel", f"tensor_parallel_degree ({tp}) must divide {name} ({heads}).")
+    if m.ffn_hidden_size % tp:
+        # DTensors are split as torch.chunk does, spmd_types as tensor_split; torchtitan trains both.
+        _refuse(
+            run,
+            "parallel.tensor_parallel",
+            f"{tp} does not divide ffn_hidden_size {m.ffn_hidden_size}; unequal shards of the MLP are not modelled for "
+            "torchtitan",
+        )
     if run.settings["spmd_backend"] == "spmd_types" and m.vocab_size % tp:
         # components/loss.py:_LossParallelCrossEntropy.forward splits as torch.chunk does, spmd_types as tensor_split.
         _refuse(

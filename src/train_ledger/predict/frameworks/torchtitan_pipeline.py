@@ -84,7 +84,7 @@ def sharded(run: Run, at: Layout, rank: int, first: bool) -> Iterator[Collective
     """All-gathers, reduce-scatters, HSDP's all-reduces, and sums of norms' gradients over tensor-parallel ranks."""
     p, s = run.parallel, run.settings
     shards, param, reduce = p.data_parallel_shard, s["mixed_precision_param"], s["mixed_precision_reduce"]
-    norms: Counter[int] = Counter()
+    norms: Counter[tuple[int, str]] = Counter()
     for units, result in _replays(run, at, rank, first):
         by_name = {unit.name: unit for unit in units}
         for (name, phase), count in result.gathers.items():
@@ -102,10 +102,10 @@ def sharded(run: Run, at: Layout, rank: int, first: bool) -> Iterator[Collective
             if p.data_parallel_replicate > 1:
                 yield Collective("all_reduce", "dp_replicate", reduce, numel, numel, *common)
             for width in _summed(run, unit, parts):
-                norms[width] += count * unit.count
+                norms[width, phase] += count * unit.count
     # Gradients wait in the type that they are reduced in (_fsdp_param.py:to_accumulated_grad_if_needed).
-    for width, count in norms.items():
-        yield Collective("all_reduce", "tp", reduce, width, width, count, "norm gradient", "step", _INNER)
+    for (width, phase), count in norms.items():
+        yield Collective("all_reduce", "tp", reduce, width, width, count, "norm gradient", phase, _INNER)
 
 
 def _summed(run: Run, unit: Unit, parts: tuple[str, ...]) -> list[int]:
@@ -156,15 +156,15 @@ def transfers(run: Run, rank: int, first: bool) -> Iterator[Collective]:
             back = {"send": "recv", "recv": "send"}[way]
             earlier = stage if way == "send" else there
             ways = (
-                (way, "forward", _FORWARD_METADATA_BYTES + _metadata_bytes(run, alone=not earlier.layers)),
-                (back, "backward", _BACKWARD_METADATA_BYTES + _metadata_bytes(run)),
+                (way, "activation", _FORWARD_METADATA_BYTES + _metadata_bytes(run, alone=not earlier.layers)),
+                (back, "gradient", _BACKWARD_METADATA_BYTES + _metadata_bytes(run)),
             )
-            for op, phase, length in ways:
-                yield _transfer(op, dtype, numel, m, "pipeline", phase, rule)
+            for op, what, length in ways:
+                yield _transfer(op, dtype, numel, m, f"pipeline {what}", rule)
                 if first:
-                    yield _transfer(op, "int32", 1, 1, f"vote with stage {there.index}", "step", vote)
-                    yield _transfer(op, "int64", 1, 1, f"shapes with stage {there.index}", "step", shapes)
-                    yield _transfer(op, "uint8", length, 1, f"shapes with stage {there.index}", "step", shapes)
+                    yield _transfer(op, "int32", 1, 1, f"vote with stage {there.index}", vote)
+                    yield _transfer(op, "int64", 1, 1, f"shapes with stage {there.index}", shapes)
+                    yield _transfer(op, "uint8", length, 1, f"shapes with stage {there.index}", shapes)
 
 
 def _neighbours(run: Run, stage: Stage) -> Iterator[tuple[Stage, str]]:
@@ -176,9 +176,10 @@ def _neighbours(run: Run, stage: Stage) -> Iterator[tuple[Stage, str]]:
         yield every[stage.index + 1], "send"
 
 
-def _transfer(op: str, dtype: str, numel: int, count: int, component: str, phase: str, rule: str) -> Collective:
+def _transfer(op: str, dtype: str, numel: int, count: int, component: str, rule: str) -> Collective:
+    """One kind of call of the schedule, which stands outside of both passes."""
     sizes = (numel, 0) if op == "send" else (0, numel)
-    return Collective(op, "pp", dtype, *sizes, count, component, phase, rule)
+    return Collective(op, "pp", dtype, *sizes, count, component, "step", rule)
 
 
 def _metadata_bytes(run: Run, alone: bool = False) -> int:
