@@ -50,12 +50,14 @@ def collectives(run: Run, layout: Layout, rank: int, step: str) -> Iterator[Coll
             yield from _gathers(run, layout, kind)
         yield from _reductions(run, layout)
     if p.tensor_parallel > 1:
-        for work in torchtitan_pipeline.work(run, rank, kind.first):
+        held = torchtitan_pipeline.work(run, rank, kind.first)
+        for work in held:
             yield from _activations(run, work)
-            if work.end:
-                yield from _loss(run, work.forwards)
         if not pipelined:
             yield from _norm_gradients(run)
+        for work in held:
+            if work.end:
+                yield from _loss(run, work.forwards)
     yield from _gradient_norm(run, layout)
     if kind.logs and p.data_parallel > 1:
         rule = "torchtitan/trainer.py:train_step"
