@@ -174,9 +174,8 @@ def _refuse(run: Run, key: str, why: str) -> None:
 def _check_split(run: Run) -> None:
     s, p = run.settings, run.parallel
     schedule, key = s["pipeline_parallel_schedule"], "torchtitan.pipeline_parallel_layers_per_stage"
-    if (
-        s["pipeline_parallel_layers_per_stage"] is not None
-    ):  # _get_pipeline_metadata, which named parts do not switch off
+    if s["pipeline_parallel_layers_per_stage"] is not None:
+        # _get_pipeline_metadata, which named parts do not switch off
         count = _generated(run)
         if count % p.pipeline_parallel:
             _refuse(
@@ -202,9 +201,9 @@ def _check_split(run: Run) -> None:
                 s["pipeline_parallel_last_stage_less_layers"],
             )
         except ValueError as e:
-            why, which = str(e), "first" if "input_weight" in str(e) else "last"
-            key = f"torchtitan.pipeline_parallel_{which}_stage_less_layers" if "weight" in why else "pipeline_parallel"
-            _refuse(run, key if "weight" in why else "parallel.pipeline_parallel", why)
+            end = "first" if "input_weight" in str(e) else "last" if "output_weight" in str(e) else ""
+            key = f"torchtitan.pipeline_parallel_{end}_stage_less_layers" if end else "parallel.pipeline_parallel"
+            _refuse(run, key, str(e))
     bare = [stage.index for stage in stages(run) if not stage.layers and not stage.end]
     if bare and not run.optimizer.decay_norms:
         # components/optimizer/optimizer.py:OptimizersContainer._build_param_groups looks in each model part
