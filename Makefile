@@ -9,12 +9,14 @@ TESTS ?= tests/unit tests/property tests/integration tests/browser tests/slurm
 
 .PHONY: report test setup check-all lint format lock clean
 export PYTHONHASHSEED ?= 0
+# Python 3.12 cannot start where the locale is C and this folder's path has an umlaut (site.py reads .pth files in it).
+export LC_ALL := C.UTF-8
 
 # The main job: predict, launch, probe, reconcile, plot, report. Ends with 0 only when everything reconciles.
 # `make report COMPARISON=paper` makes another comparison, `WORLD=nccl` starts the ranks in another way.
 OVERRIDES := $(if $(COMPARISON),comparison=$(COMPARISON)) $(if $(WORLD),world=$(WORLD))
 report: setup
-	$(SNAKEMAKE) --profile profiles/local $(if $(strip $(OVERRIDES)),--config $(OVERRIDES))
+	. ./envs/cache.sh; $(SNAKEMAKE) --profile profiles/local $(if $(strip $(OVERRIDES)),--config $(OVERRIDES))
 
 test: setup
 	$(PY) -m pytest $(TESTS)

@@ -2,11 +2,12 @@
 # Makes .venv from the hashed requirements: uv from PyPI into .uv (never into the system's Python), a Python 3.12, the packages, this package.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+. envs/cache.sh
 say() { printf 'setup: %s\n' "$*" >&2; }
 
 find_python() { # a Python 3.12 that is on PATH, or held by pyenv without being active, or whatever uv finds or fetches
   local p
-  for p in "$(command -v python3.12 || true)" "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.12.*/bin/python3.12; do
+  for p in "$(command -v python3.12 || true)" "${PYENV_ROOT:-${HOME:-}/.pyenv}"/versions/3.12.*/bin/python3.12; do
     [ -n "$p" ] && [ -x "$p" ] && "$p" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' 2>/dev/null && { echo "$p"; return; }
   done
   echo 3.12

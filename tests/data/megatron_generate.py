@@ -47,6 +47,46 @@ LLAMA3_SCALING = {
     "original_max_position_embeddings": 8192,
 }
 
+#: Beyond what is drawn, where a residual was found: a sequence of one token, which does not cut into two pieces.
+FOUND: list[dict[str, Any]] = [
+    {
+        "name": "megatron-one-token",
+        "model": {
+            "num_layers": 2,
+            "hidden_size": 13,
+            "num_attention_heads": 4,
+            "num_query_groups": 2,
+            "head_dim": 6,
+            "ffn_hidden_size": 14,
+            "vocab_size": 17,
+            "seq_length": 1,
+            "max_position_embeddings": 2,
+            "activation": "gelu",
+            "tie_embeddings": True,
+            "qk_norm": True,
+        },
+        "run": {
+            "framework": "megatron",
+            "world_size": 6,
+            "micro_batch": 2,
+            "global_batch": 18,
+            "parallel": {"tensor_parallel": 2, "data_parallel": 3},
+            "megatron": {
+                "use_distributed_optimizer": True,
+                "overlap_grad_reduce": True,
+                "overlap_param_gather": True,
+                "grad_reduce_in_fp32": False,
+                "bucket_size": 129,
+                "pad_buckets_for_high_nccl_busbw": False,
+                "core_attention": "local",
+                "recompute_granularity": "full",
+                "recompute_method": "uniform",
+                "recompute_num_layers": 1,
+            },
+        },
+    },
+]
+
 
 def model(draw: random.Random, tp: int, sp: bool, cp: int) -> dict[str, Any]:
     """A small GPT; its sizes divide by as little as Megatron allows."""
@@ -115,7 +155,7 @@ def refused(shape: dict[str, Any], own: dict[str, Any], tp: int, pp: int, vp: in
 
 
 def configurations(seed: int = SEED, count: int = COUNT) -> list[dict[str, Any]]:
-    """The table: what `tests/integration/test_sweep_megatron.py` runs. Every layout comes up in turn."""
+    """The table: what `tests/integration/test_sweep_megatron.py` runs. Every layout in turn, and `FOUND`."""
     draw = random.Random(seed)
     out: list[dict[str, Any]] = []
     while len(out) < count:
@@ -151,7 +191,7 @@ def configurations(seed: int = SEED, count: int = COUNT) -> list[dict[str, Any]]
                 },
             }
         )
-    return out
+    return out + FOUND
 
 
 if __name__ == "__main__":

@@ -229,6 +229,31 @@ def test_only_what_a_launch_left_is_removed(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "run.json").read_text())["run"] == "toy-run"
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_a_launch_is_published_comes_after_it(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace_file, launching = os.replace, os.getpid()
+
+    def replace_and_be_told_to_end(source: Path, target: Path) -> None:
+        if os.getpid() == launching and Path(target).name == "rank1.json":
+            os.kill(launching, number)
+        replace_file(source, target)
+
+    monkeypatch.setattr("train_ledger.launch.launcher.os.replace", replace_and_be_told_to_end)
+    with pytest.raises(KeyboardInterrupt):
+        launch(toy(), tmp_path, 60)
+    good(tmp_path)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_before_any_rank_has_started(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("train_ledger.launch.worlds.cpu.rendezvous", lambda _: os.kill(os.getpid(), number))
+    with pytest.raises(KeyboardInterrupt):
+        launch(toy(), tmp_path, 60)
+    assert not list(tmp_path.glob(".attempt-*"))
+
+
 def test_a_full_disk_at_the_end_leaves_the_older_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     launch(toy(), tmp_path, 60)
     kept = {p.name: p.read_bytes() for p in tmp_path.glob("*.json")}

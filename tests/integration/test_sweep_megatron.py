@@ -27,8 +27,9 @@ DATA = Path(__file__).parents[1] / "data"
 TABLE: list[dict[str, Any]] = yaml.safe_load((DATA / "megatron_sweep.yaml").read_text(encoding="utf-8"))
 STEPS = (1, 2)
 #: A tied head on uneven stages without the distributed optimizer; tied and interleaved with bf16 gradients; context,
-#: tensor and interleaved pipeline parallelism at once; fewer query groups than ranks, with Megatron's own attention.
-FEW = [14, 21, 33, 41]
+#: tensor and interleaved pipeline parallelism at once; fewer query groups than ranks, with Megatron's own attention; a
+#: sequence of one token.
+FEW = [14, 21, 33, 41, 70]
 
 pytestmark = pytest.mark.launch
 

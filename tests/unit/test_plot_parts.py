@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import pytest
 from made_results import EVENTS, RUNS, make_paper, make_results, on_gpu
 
-from train_ledger.plot import lifeline, style, within
+from train_ledger.plot import lifeline, resident, style, within
 from train_ledger.plot.data import read_results, run_steps, unit_for
 from train_ledger.plot.expected import HAND_ESTIMATE, predicted_figures
 from train_ledger.plot.grids import partitions
@@ -23,7 +25,7 @@ from train_ledger.plot.runs import panel_titles
 from train_ledger.plot.schedule import pipelines
 from train_ledger.plot.text import plural, shorten
 from train_ledger.plot.traffic import busiest_rank, traffic_frame
-from train_ledger.report.build import read_figures
+from train_ledger.report.build import build_report, read_figures
 from train_ledger.spec.placement import share
 from train_ledger.spec.units import fmt_auto
 
@@ -156,6 +158,20 @@ def test_small_containers_are_folded_without_losing_a_byte(tmp_path: Path) -> No
     assert OTHERS in set(folded["container"])
     assert folded["predicted_bytes"].sum() == frame["predicted_bytes"].sum()
     assert {"param", "grad", "exp_avg"} <= set(folded["container"])
+
+
+def test_the_main_figure_is_drawn_for_one_column_too(tmp_path: Path) -> None:
+    """3.4 in wide, the same fonts: it is placed in a paper as it is, where the wide one would be shrunk."""
+    folder = make_results(tmp_path / "laptop")
+    listed = make_figures(folder)
+    assert [f["name"] for f in listed if f["column"]] == ["resident"]
+    wide, narrow = ((folder / "figures" / f"resident{kind}.svg").read_text() for kind in ("", "_column"))
+    widths = [float(re.search(r'viewBox="0 0 ([0-9.]+) ', text)[1]) for text in (wide, narrow)]
+    assert widths == pytest.approx([7.1 * 72, 3.4 * 72])
+    assert "figures/resident_column.pdf" in build_report(folder).read_text(encoding="utf-8")
+    many = read_results(make_results(tmp_path / "many", {f"run{i}": "deepspeed" for i in range(5)}))
+    (drawn,) = resident.draw(many)
+    assert drawn.column is None
 
 
 def test_figures_of_a_prediction(tmp_path: Path) -> None:

@@ -161,7 +161,7 @@ def test_the_share_of_a_gpus_rate_by_datasheet_and_as_measured(tmp_path):
 
 
 def test_losses_on_gpus_are_drawn_in_the_colours_of_the_page(tmp_path):
-    """The figure stands in the section on GPUs; a run of the page's name keeps its look, whatever the folder's order."""
+    """The figure stands in the section on GPUs; a run of the page's name keeps its look in whatever order."""
     runs = dict(itertools.islice(RUNS.items(), 2))
     folder = make_results(tmp_path / "laptop", runs)
     evidence = make_results(tmp_path / "shared", dict(reversed(runs.items())), on_gpu)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shlex
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -311,3 +314,30 @@ def test_strangers_are_what_no_run_makes(tmp_path: Path, monkeypatch: pytest.Mon
         "results/laptop/predict/gone.json",
         "results/laptop/probe/gone.parquet",
     ]
+
+
+@pytest.mark.parametrize(
+    ("executable", "given"),
+    [
+        ("/a/.venv/bin/python3.12", "/a/.venv/bin/python3.12"),
+        ("/a b/.venv/bin/python", "python"),
+        ("/ü/it's/.venv/bin/python", "python"),
+    ],
+)
+def test_snakemake_gets_a_python_that_a_shell_can_read(monkeypatch, executable, given):
+    """It does not quote the path; PATH has the folder first."""
+    monkeypatch.setattr(sys, "executable", executable)
+    monkeypatch.setenv("PATH", "/usr/bin")
+    envs.use_this_python()
+    assert sys.executable == given
+    assert os.environ["PATH"].split(os.pathsep)[0] == str(Path(executable).parent)
+
+
+def test_caches_without_a_home(tmp_path):
+    """A home that can be written keeps them; without one they lie in the working copy."""
+    script = ROOT / "envs/cache.sh"
+    command = ["sh", "-euc", f'. {shlex.quote(str(script))}; echo "${{XDG_CACHE_HOME:-}}"']
+    for home, wanted in ((tmp_path / "home", ""), ("/proc/none", f"{tmp_path}/.cache"), (None, f"{tmp_path}/.cache")):
+        env = {"PATH": os.environ["PATH"]} | ({"HOME": str(home)} if home else {})
+        done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout.strip(), done.stderr) == (0, wanted, "")

@@ -112,7 +112,12 @@ def figure_words():
     try:
         listing = Path(f"results/{COMPARISON}/figures/figures.json")
         listed = json.loads(listing.read_text(encoding="utf-8"))["figures"]
-        return {f["name"]: {k: f[k] for k in ("title", "caption")} for f in listed}
+        words = {f["name"]: {k: f[k] for k in ("title", "caption")} for f in listed}
+        narrow = {
+            f"{name}_column": said | {"title": f"{said['title']}, for one column"}
+            for name, said in words.items()
+        }
+        return words | narrow
     except (OSError, ValueError, KeyError, TypeError):
         return {}
 

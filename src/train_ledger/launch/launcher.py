@@ -22,6 +22,7 @@ from train_ledger.spec.errors import ConfigError, DataError, LaunchError
 from train_ledger.spec.io import check_name, read_json, validate, write_json, write_text
 from train_ledger.spec.run import Run
 
+from .signals import deferred, interruptible
 from .worlds import WORLDS, Job, world
 
 SCHEMA = "train-ledger/launch/1"
@@ -67,18 +68,19 @@ def launch(
         raise ConfigError(f"{at_once} is less than 1 rank at a time", key="at-once")
     chosen = _chosen(run, ranks)
     module = world(run.world)
-    attempt = Attempt.begin(run, Path(out_dir))
-    try:
-        began = time.monotonic()
-        module.run_ranks(Job(run, chosen, attempt.directory, timeout_s, weights, export, device, at_once))
-        attempt.publish(chosen, time.monotonic() - began)
-    except LaunchError as e:
-        raise attempt.keep_logs(e) from None
-    except KeyboardInterrupt:  # Ctrl-C, or a scheduler's SIGTERM
-        attempt.keep_logs(LaunchError("interrupted"))
-        raise
-    finally:
-        attempt.discard()
+    with interruptible():  # before ranks start too, while a store or a framework is awaited
+        attempt = Attempt.begin(run, Path(out_dir))
+        try:
+            began = time.monotonic()
+            module.run_ranks(Job(run, chosen, attempt.directory, timeout_s, weights, export, device, at_once))
+            attempt.publish(chosen, time.monotonic() - began)
+        except LaunchError as e:
+            raise attempt.keep_logs(e) from None
+        except KeyboardInterrupt:  # Ctrl-C, or a scheduler's SIGTERM
+            attempt.keep_logs(LaunchError("interrupted"))
+            raise
+        finally:
+            attempt.discard()
 
 
 def _chosen(run: Run, ranks: Sequence[int] | None) -> tuple[int, ...]:
@@ -165,7 +167,8 @@ class Attempt:
         self._check_claim()
         try:
             write_json(self.directory / "run.json", done)  # a full disk fails here, before an older launch is touched
-            self._move(ranks)
+            with deferred():  # half of a launch in the place of a whole one would be the end of both
+                self._move(ranks)
         except OSError as e:
             raise LaunchError(f"cannot be written: {e.strerror or e}", file=e.filename or self.target) from e
 

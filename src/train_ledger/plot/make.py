@@ -55,6 +55,6 @@ def make_figures(
     for drawn in all_figures(results, predicted, evidence):
         save(drawn, folder)
         words = ("name", "section", "title", "alt", "caption", "tips")
-        listed.append({word: getattr(drawn, word) for word in words})
+        listed.append({word: getattr(drawn, word) for word in words} | {"column": drawn.column is not None})
     write_json(folder / "figures.json", {"schema": FIGURES_SCHEMA, "figures": listed})
     return listed

@@ -39,6 +39,7 @@ def draw(results: Results) -> list[Drawn]:
     with style.style():
         few = len(runs) <= MAX_PANELS
         figure = _panels(results, frame, runs, tips) if few else _bars(results, frame, runs)
+        column = _panels(results, frame, runs, {}, style.COLUMN_IN, 2) if len(runs) <= PANELS_A_ROW else None
     largest = frame.groupby(["run", "rank"])["predicted_bytes"].sum()
     per_run = "; ".join(
         f"{shorten(run, 40)} {fmt_auto(int(largest[run].min()))}"
@@ -50,7 +51,7 @@ def draw(results: Results) -> list[Drawn]:
         f"Predicted per rank: {per_run}."
     )
     caption = _caption(results, frame, measured, folded, few)
-    return [Drawn("resident", "memory", "Resident bytes per rank", alt, caption, figure, tips)]
+    return [Drawn("resident", "memory", "Resident bytes per rank", alt, caption, figure, tips, column)]
 
 
 def resident_frame(results: Results) -> pd.DataFrame:
@@ -113,10 +114,19 @@ def _batches(results: Results) -> str:
     return f" Sequences in a step: {', '.join(f'{shorten(run, 40)} {b}' for run, b in batch.items() if b)}."
 
 
-def _panels(results: Results, frame: pd.DataFrame, runs: Sequence[str], tips: dict[str, str]) -> plt.Figure:
-    columns = min(PANELS_A_ROW, len(runs))
+def _panels(
+    results: Results,
+    frame: pd.DataFrame,
+    runs: Sequence[str],
+    tips: dict[str, str],
+    width_in: float = style.WIDTH_IN,
+    most_columns: int = PANELS_A_ROW,
+) -> plt.Figure:
+    columns = min(most_columns, len(runs))
     rows = -(-len(runs) // columns)
-    figure, axes = plt.subplots(rows, columns, figsize=(style.WIDTH_IN, 0.75 + 2.15 * rows), sharey=True, squeeze=False)
+    narrow = width_in < style.WIDTH_IN
+    height_in = (1.15 + 1.75 * rows) if narrow else (0.75 + 2.15 * rows)
+    figure, axes = plt.subplots(rows, columns, figsize=(width_in, height_in), sharey=True, squeeze=False)
     totals = frame.groupby(["run", "rank"])[["predicted_bytes", "measured_bytes"]].sum()
     unit, scale = unit_for(float(totals.max().max()))
     titles = batch_titles(results, runs)
@@ -130,7 +140,7 @@ def _panels(results: Results, frame: pd.DataFrame, runs: Sequence[str], tips: di
     axes[0][0].set_ylim(0, float(totals.max().max()) / scale * 1.12)
     for ax in axes[:, 0]:
         ax.set_ylabel(f"resident per rank [{unit}]")
-    _legend(figure, frame, sides=bool((frame["verdict"] != "").any()))
+    _legend(figure, frame, sides=bool((frame["verdict"] != "").any()), columns=2 if narrow else 5)
     return figure
 
 
@@ -211,13 +221,13 @@ def _bars(results: Results, frame: pd.DataFrame, runs: Sequence[str]) -> plt.Fig
     return figure
 
 
-def _legend(figure: plt.Figure, frame: pd.DataFrame, sides: bool = False) -> None:
+def _legend(figure: plt.Figure, frame: pd.DataFrame, sides: bool = False, columns: int = 5) -> None:
     present = frame[(frame["predicted_bytes"] > 0) | (frame["measured_bytes"] > 0)]["container"]
     handles = [
         Patch(facecolor=style.container_colour(n), edgecolor=style.MUTED, linewidth=0.3, label=shorten(n, 28))
         for n in style.container_order(present)
     ]
     if sides:
-        handles.insert(0, Patch(facecolor=style.MUTED, label="right bar, full: measured"))
-        handles.insert(0, Patch(facecolor=style.tint(style.MUTED, 0.5), label="left bar, light: predicted"))
-    figure.legend(handles=handles, loc="outside lower center", ncols=5, handlelength=1.2, columnspacing=1.2)
+        handles.insert(0, Patch(facecolor=style.INK, label="right bar, full: measured"))
+        handles.insert(0, Patch(facecolor=style.tint(style.INK, 0.5), label="left bar, light: predicted"))
+    figure.legend(handles=handles, loc="outside lower center", ncols=columns, handlelength=1.2, columnspacing=1.2)

@@ -24,7 +24,7 @@ class Drawn:
 
     `name` is the file's stem, `section` the part of the report it belongs to. `alt` says what is to be seen for those
     who cannot see it, `caption` what is found and where the figures come from. `tips` are texts for the pointer, by the
-    id (`set_gid`) of what they are about.
+    id (`set_gid`) of what they are about. `column` is the same drawn for one column of a paper, where there is one.
     """
 
     name: str
@@ -34,27 +34,34 @@ class Drawn:
     caption: str
     figure: Figure
     tips: Mapping[str, str] = field(default_factory=dict)
+    column: Figure | None = None
 
 
 def save(drawn: Drawn, folder: str | Path) -> None:
-    """Writes `<name>.svg` and `<name>.pdf`, each whole or not at all, and closes the figure.
+    """Writes `<name>.svg` and `<name>.pdf`, and `<name>_column` likewise, each whole or not at all; closes the figures.
 
     Dates and the name of the program are left out of the metadata; ids in the SVG come from a fixed salt
     (matplotlib `backends/backend_svg.py:_make_id`), PDF has no other source of change.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    with style(), matplotlib.rc_context({"svg.hashsalt": f"train-ledger {drawn.name}"}):
-        drawn.figure.draw_without_rendering()
-        drawn.figure.set_layout_engine("none")  # laid out once for both files
+    _save(drawn.name, drawn.figure, folder)
+    if drawn.column is not None:
+        _save(f"{drawn.name}_column", drawn.column, folder)
+
+
+def _save(name: str, figure: Figure, folder: Path) -> None:
+    with style(), matplotlib.rc_context({"svg.hashsalt": f"train-ledger {name}"}):
+        figure.draw_without_rendering()
+        figure.set_layout_engine("none")  # laid out once for both files
         for kind, metadata in (
             ("svg", {"Date": None, "Creator": None}),
             ("pdf", {"CreationDate": None, "Creator": None, "Producer": None}),
         ):
             content = io.BytesIO()
-            drawn.figure.savefig(content, format=kind, metadata=metadata, facecolor="white")
-            _write_bytes(folder / f"{drawn.name}.{kind}", content.getvalue())
-    plt.close(drawn.figure)
+            figure.savefig(content, format=kind, metadata=metadata, facecolor="white")
+            _write_bytes(folder / f"{name}.{kind}", content.getvalue())
+    plt.close(figure)
 
 
 def _write_bytes(path: Path, content: bytes) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -16,6 +17,9 @@ def use_this_python() -> None:
     here = str(Path(sys.executable).parent)
     os.environ["PATH"] = os.pathsep.join([here, os.environ.get("PATH", os.defpath)])
     os.environ.setdefault("PYTHONHASHSEED", "0")
+    if not re.fullmatch(r"[\w@%+=:,./-]+", sys.executable):
+        # Snakemake puts it into a shell's command as it is (script/__init__.py:execute_script): a space would end it.
+        sys.executable = Path(sys.executable).name
 
 
 def pins(path: str | Path) -> list[str]:

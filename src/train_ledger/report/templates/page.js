@@ -44,10 +44,11 @@ if (ledger) {
     filters.append(label);
   });
 }
-// On paper every row of a table is shown, but of the ledger only what is on the screen.
+// On paper every row of a table is shown, but of the two longest only what is on the screen; a line below says so.
+const longest = new Set(["table-ledger", "table-peaks"]);
 const lengths = new Map();
 addEventListener("beforeprint", () => {
-  for (const [id, table] of tables) if (id !== "table-ledger") { lengths.set(id, table.page.len()); table.page.len(-1).draw(false); }
+  for (const [id, table] of tables) if (!longest.has(id)) { lengths.set(id, table.page.len()); table.page.len(-1).draw(false); }
 });
 addEventListener("afterprint", () => {
   for (const [id, length] of lengths) tables.get(id).page.len(length).draw(false);
