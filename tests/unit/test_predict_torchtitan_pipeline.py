@@ -18,6 +18,7 @@ from train_ledger.predict.frameworks.torchtitan_stages import stages
 from train_ledger.predict.owner import slices
 from train_ledger.spec.config import load_run
 from train_ledger.spec.errors import ConfigError
+from train_ledger.spec.io import schema
 from train_ledger.spec.run import Run
 
 CONFIG = Path(__file__).parents[2] / "config"
@@ -286,3 +287,17 @@ def test_without_stages_there_is_no_local_batch(pp2: Run) -> None:
     run = replace(pipeline(pp2, 1), settings={**pp2.settings, "local_batch_size": 4})
     with pytest.raises(ConfigError, match="local_batch_size"):
         torchtitan.check(run)
+
+
+def test_a_run_without_stages_is_the_run_that_it_was(pp2: Run) -> None:
+    """Keys of pipelines are no part of it, so that what was measured before they were known is still of that run."""
+    plain = load_run(CONFIG / "runs" / "torchtitan-fsdp2.yaml", config_dir=CONFIG)
+    keys = {k for k, v in schema("torchtitan")["properties"].items() if "x-needs" in v}
+    assert len(keys) == 6
+    assert not keys & plain.settings.keys()
+    assert keys <= pp2.settings.keys()
+    given = load_run(
+        CONFIG / "runs" / "torchtitan-fsdp2.yaml", config_dir=CONFIG, overrides={"torchtitan": {"local_batch_size": 2}}
+    )
+    with pytest.raises(ConfigError, match="is for pipelines"):
+        torchtitan.check(given)
