@@ -26,6 +26,7 @@ from train_ledger.predict.frameworks.torchtitan_pipeline import transfers
 from train_ledger.predict.frameworks.torchtitan_schedule import order
 from train_ledger.predict.frameworks.torchtitan_stages import layer_counts
 from train_ledger.spec.config import load_comparison
+from train_ledger.spec.io import fill_defaults, schema
 from train_ledger.spec.model import canonical_tensors
 from train_ledger.spec.run import Parallel, Run
 
@@ -53,7 +54,9 @@ def laptop() -> Run:
     """The laptop comparison's run, four layers, four micro-batches on one rank."""
     run = load_comparison("laptop", CONFIG).runs["torchtitan-fsdp4-tp2-matched"]
     model = replace(run.model, num_layers=4, tie_embeddings=False)
-    return replace(run, world_size=1, micro_batch=1, global_batch=4, steps=3, parallel=Parallel(), model=model)
+    whole = fill_defaults(run.settings, schema("torchtitan"))  # a run without stages has no keys of theirs
+    run = replace(run, world_size=1, micro_batch=1, global_batch=4, steps=3, parallel=Parallel())
+    return replace(run, model=model, settings=whole)
 
 
 def pipelined(run: Run, virtual: int = 1, **settings: Any) -> Run:
