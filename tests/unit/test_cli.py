@@ -198,7 +198,7 @@ def test_explain_from_the_numbers_of_the_run(capsys):
         ),
         (
             ["weights", "--model", "laptop", "--config", str(ROOT / "config"), "--out", "/dev/null/x", "--record-only"],
-            "train-ledger weights: /dev/null: File exists",
+            "train-ledger weights: /dev/null/x.json: File exists",
         ),
         (["weights", "--model", "laptop", "--seed", str(2**32), "--out", "/dev/null/x"], "--seed: 4294967296 is not"),
         (["export", MEGATRON, "/dev/null/x"], "/dev/null/x: cannot be written: Not a directory"),

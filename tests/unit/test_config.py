@@ -266,3 +266,17 @@ def test_files_are_as_private_as_the_umask_says(tmp_path, mask, mode):
     finally:
         os.umask(before)
     assert (tmp_path / "a.json").stat().st_mode & 0o777 == mode
+
+
+def test_a_full_disk_names_the_file_and_leaves_the_old_one(tmp_path, monkeypatch):
+    write_json(tmp_path / "a.json", {"old": 1})
+
+    def full(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left") as e:
+        write_json(tmp_path / "a.json", {"new": 1})
+    assert e.value.filename == str(tmp_path / "a.json")
+    assert [p.name for p in tmp_path.iterdir()] == ["a.json"]
+    assert "old" in (tmp_path / "a.json").read_text()

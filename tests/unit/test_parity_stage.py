@@ -222,6 +222,38 @@ def test_missing_steps_are_a_failure(reference: Path, tmp_path: Path) -> None:
     assert summary["failures"] == ["one reports no loss of steps [2]"]
 
 
+def test_a_gradient_of_nothing_differs(reference: Path, tmp_path: Path) -> None:
+    """A norm of 0 to divide by is a finding like another, and parity.json can hold it."""
+    runs = {name: replace(RUN, name=name) for name in ("alive", "dead")}
+    folders = {name: launched(tmp_path / name, run, trained()) for name, run in runs.items()}
+    for file in folders["dead"].glob("rank*.json"):
+        record = json.loads(file.read_text())
+        for step in record["steps"]:
+            step["grad_norm"] = step["grad_norm"] and 0.0
+        file.write_text(json.dumps(record))
+    summary = make(runs, folders, reference, None, tmp_path / "out")
+    assert any("grad_norm" in line for line in summary["failures"])
+    assert json.loads((tmp_path / "out/parity.json").read_text())["failures"] == summary["failures"]
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        (lambda d: d["problem"].update(seed=77), "problem"),
+        (lambda d: d["runs"][1].update(name=d["runs"][0]["name"]), "runs[1].name"),
+        (lambda d: d["runs"][1]["losses"].__setitem__(0, 0.0), "runs[1].losses[0]"),
+        (lambda d: d["runs"][1]["grad_norms"].__setitem__(0, -1.0), "runs[1].grad_norms[0]"),
+    ],
+)
+def test_a_reference_that_nothing_trained_is_refused(reference: Path, tmp_path: Path, change: Any, key: str) -> None:
+    data = json.loads(reference.read_text())
+    change(data)
+    (tmp_path / "reference.json").write_text(json.dumps(data))
+    with pytest.raises(DataError) as e:
+        read_reference(tmp_path / "reference.json", Problem.of(RUN))
+    assert e.value.key == key
+
+
 def test_wrong_files_are_refused_by_name(reference: Path, tmp_path: Path) -> None:
     folder = launched(tmp_path / "one", RUN, trained())
     out = tmp_path / "out"

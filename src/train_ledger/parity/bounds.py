@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import statistics
@@ -85,6 +86,12 @@ def read_reference(path: str | Path, problem: Problem) -> Reference:
     data = read_json(path, SCHEMA, "reference")
     if data["problem_sha256"] != problem.sha256():
         raise DataError("is of another model, seed, batch or optimizer than the runs", file=path, key="problem_sha256")
+    if data["problem"] != json.loads(json.dumps(problem.to_dict())):
+        raise DataError("is not the problem that problem_sha256 is of", file=path, key="problem")
+    names = [run["name"] for run in data["runs"]]
+    for i, name in enumerate(names):
+        if name in names[:i]:
+            raise DataError(f"{name[:50]!r} is there twice", file=path, key=f"runs[{i}].name")
     for i, run in enumerate(data["runs"]):
         for key in ("losses", "grad_norms"):
             if len(run[key]) != problem.steps:

@@ -17,7 +17,7 @@ from train_ledger.spec.model import ModelShape, canonical_tensors
 from train_ledger.spec.run import Run
 from train_ledger.spec.steps import global_steps
 
-from .bounds import FIRST_STEP_LOSS, Bounds, Reference, measure
+from .bounds import FIRST_STEP_LOSS, Bounds, Reference, measure, relative
 from .difference import Exported, Get, difference, exported, tensor_file
 from .problem import Selection
 
@@ -238,7 +238,7 @@ def _compare_pair(
 
 def _row(left: Party, right: Party, quantity: str, step: int, a: float, b: float, limit: float) -> Row:
     gap = abs(a - b)
-    scaled = gap / abs(b) if b else math.inf * gap if gap else 0.0
+    (scaled,) = map(abs, relative([a], [b]))
     return {
         "left": left.name,
         "right": right.name,

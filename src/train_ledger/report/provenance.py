@@ -11,6 +11,7 @@ from typing import Any
 
 from train_ledger import __version__
 from train_ledger.plot.data import Results, framework_title
+from train_ledger.plot.text import plural
 from train_ledger.spec.registry import FRAMEWORKS
 
 from .tables import Column, Table
@@ -60,7 +61,7 @@ def provenance_table(sources: Sequence[Results]) -> Table:
                 "version": versions.get(framework.distribution if framework else "", ""),
                 "torch": versions.get("torch", ""),
                 "python": versions.get("python", ""),
-                "world": f"{r['world']}, {r['world_size']} ranks",
+                "world": f"{r['world']}, {plural(r['world_size'], 'rank')}",
                 "device": "; ".join(_device(d) for d in r["devices"]),
                 "config_sha256": r.get("config_sha256", ""),
             }

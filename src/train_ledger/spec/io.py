@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import yaml
 
@@ -282,21 +283,35 @@ def file_mode(mode: int = 0o666) -> int:
     return mode & ~mask
 
 
-def write_text(path: str | Path, text: str) -> None:
-    """Write under a temporary name in the same folder, flush to disk, rename: a reader never sees half a file."""
+@contextlib.contextmanager
+def whole_file(path: str | Path, mode: str = "wb") -> Iterator[IO[Any]]:
+    """A file to write, under a temporary name in the same folder; flushed to disk and renamed when the block ends well.
+
+    Raises:
+        OSError: it cannot be written. Names `path`: a full disk names no file, and a temporary name says nothing.
+    """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fd, tmp = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:50]}.", suffix=".tmp")
     try:
-        with os.fdopen(fd, "w", encoding="utf-8") as f:
-            f.write(text)
-            f.flush()
-            os.fsync(f.fileno())
-        os.chmod(tmp, file_mode())
-        os.replace(tmp, path)
-    except BaseException:
-        Path(tmp).unlink(missing_ok=True)
-        raise
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fd, tmp = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:50]}.", suffix=".tmp")
+        try:
+            with os.fdopen(fd, mode, encoding=None if "b" in mode else "utf-8") as f:
+                yield f
+                f.flush()
+                os.fsync(f.fileno())
+            os.chmod(tmp, file_mode())
+            os.replace(tmp, path)
+        except BaseException:
+            Path(tmp).unlink(missing_ok=True)
+            raise
+    except OSError as e:
+        raise OSError(e.errno, e.strerror or str(e), str(path)) from e
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """A text file, whole or not at all: a reader never sees half of it."""
+    with whole_file(path, "w") as f:
+        f.write(text)
 
 
 def write_json(path: str | Path, data: Any) -> None:

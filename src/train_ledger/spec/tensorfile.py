@@ -11,13 +11,12 @@ import json
 import math
 import mmap
 import os
-import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from .errors import DataError
-from .io import file_mode
+from .io import whole_file
 
 _ELEMENT_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I64": 8, "I32": 4, "U8": 1}
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
@@ -62,27 +61,17 @@ def write(path: str | Path, entries: Iterable[Entry], metadata: Mapping[str, str
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # data begins at a multiple of 8 bytes
     digest = hashlib.sha256()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fd, tmp = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:50]}.", suffix=".tmp")
-    try:
-        with os.fdopen(fd, "wb") as f:
-            for chunk in (len(text).to_bytes(8, "little"), text):
-                f.write(chunk)
-                digest.update(chunk)
-            for entry in entries:
-                data = entry.data()
-                size = memoryview(data).nbytes
-                if size != entry.bytes:
-                    raise DataError(f"{size} bytes of data for shape {list(entry.shape)}", file=path, key=entry.name)
-                f.write(data)
-                digest.update(data)
-            f.flush()
-            os.fsync(f.fileno())
-        os.chmod(tmp, file_mode())
-        os.replace(tmp, path)
-    except BaseException:
-        Path(tmp).unlink(missing_ok=True)
-        raise
+    with whole_file(path) as f:
+        for chunk in (len(text).to_bytes(8, "little"), text):
+            f.write(chunk)
+            digest.update(chunk)
+        for entry in entries:
+            data = entry.data()
+            size = memoryview(data).nbytes
+            if size != entry.bytes:
+                raise DataError(f"{size} bytes of data for shape {list(entry.shape)}", file=path, key=entry.name)
+            f.write(data)
+            digest.update(data)
     return digest.hexdigest()
 
 
@@ -118,7 +107,9 @@ class TensorFile:
                 for name, e in header.items()
             }
         except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError) as e:
-            raise DataError(f"has a safetensors header that cannot be read ({e!r})", file=self.path) from e
+            raise DataError(
+                f"has a safetensors header that cannot be read ({type(e).__name__}: {str(e)[:100]})", file=self.path
+            ) from e
         self._begin = 8 + length
 
     def names(self) -> list[str]:
