@@ -100,10 +100,102 @@ def configurations(seed: int = SEED, count: int = COUNT) -> list[dict[str, Any]]
     return out
 
 
+SCHEDULE, PER_STAGE = "pipeline_parallel_schedule", "pipeline_parallel_layers_per_stage"
+FIRST_LESS, LAST_LESS = (f"pipeline_parallel_{end}_stage_less_layers" for end in ("first", "last"))
+PARTS = "module_fqns_per_model_part"
+GPIPE, INTERLEAVED, LOOPED = {SCHEDULE: "GPipe"}, {SCHEDULE: "Interleaved1F1B"}, {SCHEDULE: "LoopedBFS"}
+
+
+def parts(text: str) -> dict[str, list[list[str]]]:
+    """Stages by the modules that they name."""
+    return {PARTS: [stage.split() for stage in text.split("|")]}
+
+
+#: Pipelines: (ranks, stages a rank, replicate, shard, tensor), layers, and how stages are cut and scheduled.
+PIPELINES: list[tuple[tuple[int, int, int, int, int], int, dict[str, Any]]] = [
+    ((2, 1, 1, 1, 1), 2, {}),
+    ((2, 1, 1, 2, 1), 3, {}),
+    ((2, 1, 1, 3, 1), 4, GPIPE),
+    ((2, 1, 2, 1, 1), 2, {}),
+    ((2, 1, 2, 2, 1), 3, GPIPE),
+    ((2, 1, 1, 1, 2), 2, {}),
+    ((2, 1, 1, 2, 2), 3, {}),
+    ((2, 1, 1, 2, 2), 2, GPIPE),
+    ((3, 1, 1, 1, 1), 4, {FIRST_LESS: 0, LAST_LESS: 2}),
+    ((3, 1, 1, 2, 1), 5, {}),
+    ((4, 1, 1, 1, 1), 6, {PER_STAGE: 2}),
+    ((4, 1, 1, 2, 1), 4, parts("tok_embeddings | layers.0 layers.1 layers.2 | layers.3 | norm lm_head")),
+    ((2, 2, 1, 1, 1), 4, INTERLEAVED),
+    ((2, 2, 1, 2, 1), 6, INTERLEAVED),
+    ((2, 2, 1, 2, 2), 4, INTERLEAVED),
+    ((2, 3, 1, 2, 1), 4, {**INTERLEAVED, PER_STAGE: 1}),
+    ((2, 4, 1, 2, 1), 8, {**INTERLEAVED, PER_STAGE: 1, FIRST_LESS: 0, LAST_LESS: 0}),
+    ((2, 2, 1, 2, 1), 3, LOOPED),
+    ((2, 2, 2, 2, 1), 4, LOOPED),
+    ((2, 5, 1, 1, 1), 8, {**LOOPED, PER_STAGE: 1}),
+    ((3, 2, 1, 1, 1), 5, INTERLEAVED),
+    ((8, 1, 1, 1, 1), 8, {}),
+    ((2, 1, 1, 32, 2), 2, {}),
+    ((2, 1, 4, 8, 1), 3, GPIPE),
+    ((4, 1, 1, 1, 2), 3, parts("tok_embeddings | layers.0 layers.1 | layers.2 | norm lm_head")),
+]
+
+
+def pipelines(seed: int = SEED) -> list[dict[str, Any]]:
+    """The table's second part: every layout of `PIPELINES`, each with settings of its own."""
+    draw = random.Random(seed)
+    out = []
+    for (ranks, stages, replicate, shard, tensor), layers, cut in PIPELINES:
+        schedule = cut.get(SCHEDULE, "1F1B")
+        micro, passes = draw.choice([1, 2]), draw.choice([1, 1, 2])
+        possible = [n for n in range(1, 2 * ranks + 2) if n % max(1, n // ranks) == 0]
+        each = draw.choice(range(ranks, 2 * ranks + 2)) if schedule == "1F1B" else draw.choice(possible)
+        shape, own = model(draw, tensor), settings(draw)
+        if tensor > 1 or own["spmd_backend"] == "full_dtensor":
+            own["spmd_backend"] = "spmd_types"
+        if schedule in ("1F1B", "Interleaved1F1B") and own["mixed_precision_param"] == "bfloat16":
+            own["num_chunks"] = max(4, own["num_chunks"])  # one chunk is refused
+        shape |= {"num_layers": layers, "tie_embeddings": False, "vocab_size": draw.choice([522, 524, 96])}
+        if shard == 32:
+            shape["head_dim"] = 14  # rows enough for every shard
+        sequence_parallel = tensor > 1 and draw.random() < 0.7
+        if sequence_parallel:
+            micro = 1  # more is refused
+        bare = cut.get(PARTS, [[]])[0] == ["tok_embeddings"] or stages in (3, 5)
+        local = micro * each if passes > 1 or draw.random() < 0.5 else None
+        out.append(
+            {
+                "name": f"torchtitan-pp-{len(out):02d}",
+                "model": shape,
+                "run": {
+                    "framework": "torchtitan",
+                    "world_size": ranks * replicate * shard * tensor,
+                    "micro_batch": micro,
+                    "global_batch": micro * each * passes * replicate * shard,
+                    "parallel": {
+                        "tensor_parallel": tensor,
+                        "sequence_parallel": sequence_parallel,
+                        "pipeline_parallel": ranks,
+                        "virtual_pipeline_parallel": stages,
+                        "data_parallel_replicate": replicate,
+                        "data_parallel_shard": shard,
+                    },
+                    # A stage without norms has no parameters for a group of them, which torchtitan refuses.
+                    "optimizer": {
+                        "clip_grad": draw.choice([1.0, 1.0, 0.0]),
+                        "decay_norms": bare or draw.random() < 0.7,
+                    },
+                    "torchtitan": {**own, **cut, "local_batch_size": local},
+                },
+            }
+        )
+    return out
+
+
 def _head_dim(shape: dict[str, Any]) -> int:
     return int(shape["head_dim"] or shape["hidden_size"] // shape["num_attention_heads"])
 
 
 if __name__ == "__main__":
     print("# Made by torchtitan_generate.py; do not edit.")
-    yaml.safe_dump(configurations(), sys.stdout, sort_keys=False, default_flow_style=None, width=200)
+    yaml.safe_dump(configurations() + pipelines(), sys.stdout, sort_keys=False, default_flow_style=None, width=200)

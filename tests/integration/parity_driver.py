@@ -89,6 +89,8 @@ LAYOUTS: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
         "scaled-fsdp2": ({"data_parallel_shard": 2}, {}),
         "fp32": ({"data_parallel_shard": 2}, {"mixed_precision_param": "float32"}),
         "fsdp2-tp2": ({"data_parallel_shard": 2, "tensor_parallel": 2, "sequence_parallel": True}, {}),
+        "pp2": ({"pipeline_parallel": 2}, {}),
+        "pp2-fsdp2": ({"pipeline_parallel": 2, "data_parallel_shard": 2}, {"local_batch_size": 2}),
     },
 }
 #: Where the faults are planted: a layout that cuts the weights.

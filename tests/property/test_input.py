@@ -210,8 +210,6 @@ def layouts(draw):
     tp, pp, cp, dp = pick([1, 2, 4], [3, 8]), pick([1, 2, 4], [3]), pick([1], [2]), pick([1, 2, 3, 4, 8], [7])
     if framework == "deepspeed":
         tp = pp = cp = 1
-    elif framework == "torchtitan":
-        pp = 1
     micro, count = draw(st.integers(1, 3)), pick([4, 8], [1, 2, 3])
     parallel = {
         "tensor_parallel": tp,
@@ -249,6 +247,12 @@ def layouts(draw):
                 "chunked_loss": [True, False],
                 "num_chunks": [1, 3, 8],
                 "spmd_backend": ["spmd_types", "partial_dtensor", "full_dtensor"],
+                "local_batch_size": [None, None, micro * count, 2],
+                "pipeline_parallel_schedule": ["1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "ZBVZeroBubble"],
+                "pipeline_parallel_layers_per_stage": [None, None, 1, 3],
+                "pipeline_parallel_first_stage_less_layers": [1, 0, 3],
+                "pipeline_parallel_last_stage_less_layers": [1, 0, 2],
+                "module_fqns_per_model_part": [None, None, None, [["tok_embeddings", "layers.0"], ["lm_head"]]],
             },
         }[framework].items()
     }

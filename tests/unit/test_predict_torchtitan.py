@@ -215,7 +215,6 @@ def test_norms_of_queries_and_keys(paper: Run) -> None:
         ({"model": {"ffn_hidden_size": 8191}}, "parallel.tensor_parallel", "unequal shards of the MLP"),
         ({"model": {"vocab_size": 128255}}, "parallel.tensor_parallel", "vocab"),
         ({"settings": {"num_chunks": 7}}, "torchtitan.num_chunks", "divisible by num_chunks"),
-        ({"parallel": {"pipeline_parallel": 2}}, "parallel.pipeline_parallel", "not modelled"),
         ({"parallel": {"context_parallel": 2}}, "parallel.context_parallel", "not modelled"),
         ({"parallel": {"data_parallel_shard": 9999}}, "parallel.data_parallel_shard", "rows of wqkv"),
     ],

@@ -36,6 +36,16 @@ READ: dict[str, str] = {
     "metrics.log_freq": "torchtitan.log_freq",
     "debug.seed": "seed",
 }
+#: Fields of pipeline parallelism, by the key of a run file. Without stages torchtitan reads none of them.
+PIPELINE: dict[str, str] = {
+    "parallelism.pipeline_parallel_microbatch_size": "micro_batch",
+    "parallelism.pipeline_parallel_schedule": "torchtitan.pipeline_parallel_schedule",
+    "parallelism.pipeline_parallel_layers_per_stage": "torchtitan.pipeline_parallel_layers_per_stage",
+    "parallelism.pipeline_parallel_first_stage_less_layers": "torchtitan.pipeline_parallel_first_stage_less_layers",
+    "parallelism.pipeline_parallel_last_stage_less_layers": "torchtitan.pipeline_parallel_last_stage_less_layers",
+    "parallelism.module_fqns_per_model_part": "torchtitan.module_fqns_per_model_part",
+}
+SCHEDULE_FILE = "parallelism.pipeline_parallel_schedule_csv"
 #: Read by hand below.
 OTHER = frozenset(
     {
@@ -105,7 +115,10 @@ class Reader:
         """Everything read."""
         for name, value, default in self._fields():
             section = name.partition(".")[0]
-            if name in READ:
+            if name in PIPELINE or name == SCHEDULE_FILE:
+                if self.config.parallelism.pipeline_parallel_degree == 1 and not _same(value, default):
+                    self.skipped.append(name)
+            elif name in READ:
                 self.flat[READ[name]] = value
             elif {name, section} & self.leave_out or name in OTHER or section in OTHER or _same(value, default):
                 continue
@@ -114,6 +127,8 @@ class Reader:
             else:
                 raise self.refuse(name, "could change bytes or calls and is not modelled (--without leaves it out)")
         self._layout()
+        if self.flat["parallel.pipeline_parallel"] > 1:
+            self._pipeline()
         self._optimizer()
         self._loss()
         if not self.config.training.disable_cuda_graphs:
@@ -132,6 +147,9 @@ class Reader:
             else:
                 data[head] = value
         called = {ours: theirs for theirs, ours in READ.items()}
+        if self.flat["parallel.pipeline_parallel"] > 1:
+            called |= {ours: theirs for theirs, ours in PIPELINE.items()}
+            called["torchtitan.local_batch_size"] = "training.local_batch_size"
         return Native(data, self._model(), tuple(self.skipped), tuple(self.notes), called)
 
     def _fields(self) -> Iterator[tuple[str, Any, Any]]:
@@ -166,6 +184,31 @@ class Reader:
             flat.pop("seed")
         if math.isinf(flat["optimizer.clip_grad"]):
             flat["optimizer.clip_grad"] = 0
+
+    def _pipeline(self) -> None:
+        """Stages, schedule and micro-batches; what a rank takes at once is then several micro-batches."""
+        from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+
+        p, flat = self.config.parallelism, self.flat
+        if p.pipeline_parallel_schedule_csv:
+            raise self.refuse(SCHEDULE_FILE, "a schedule from a file is not modelled")
+        flat["torchtitan.local_batch_size"] = flat["micro_batch"]
+        for theirs, ours in PIPELINE.items():
+            flat[ours] = getattr(p, theirs.partition(".")[2])
+        key = "torchtitan.pipeline_parallel_schedule"
+        try:
+            schedule = get_schedule_class(flat[key])  # in any case of letters
+        except ValueError as e:
+            raise self.refuse("parallelism.pipeline_parallel_schedule", str(e)) from e
+        flat[key] = schedule.__name__.removeprefix("Schedule")
+        stages = p.pipeline_parallel_degree * (1 if issubclass(schedule, PipelineScheduleSingle) else 2)
+        if p.module_fqns_per_model_part is not None:
+            stages = len(p.module_fqns_per_model_part)
+        elif p.pipeline_parallel_layers_per_stage is not None:  # pipeline_parallel.py:_get_pipeline_metadata
+            layers = len(self.config.model_spec.model.layers) + p.pipeline_parallel_first_stage_less_layers
+            layers += p.pipeline_parallel_last_stage_less_layers
+            stages = -(-layers // max(1, p.pipeline_parallel_layers_per_stage))
+        flat["parallel.virtual_pipeline_parallel"] = max(1, stages // p.pipeline_parallel_degree)
 
     def _optimizer(self) -> None:
         for field in dataclasses.fields(self.config.optimizer):

@@ -59,13 +59,15 @@ class Pipeline:
 
 
 def pipelines(results: Results) -> list[Pipeline]:
-    """Runs with more than one pipeline stage."""
+    """Runs with more than one pipeline stage and Megatron Core's order, which torchtitan's plain 1F1B has too."""
     out = []
     for run in results.run_names:
         config = config_of(results, run)
         parallel = config.get("parallel", {})
         stages, chunks = (int(parallel.get(f"{k}pipeline_parallel", 1)) for k in ("", "virtual_"))
         if stages < 2:
+            continue
+        if config.get("settings", {}).get("pipeline_parallel_schedule", "1F1B") != "1F1B":
             continue
         per_step = int(config["micro_batch"]) * int(parallel["data_parallel"])
         out.append(

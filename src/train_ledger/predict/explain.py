@@ -193,7 +193,10 @@ def same(case: Case) -> str:
 
 def accumulation(case: Case) -> str:
     """Why does gradient accumulation add traffic in ZeRO-3 and FSDP2?"""
-    one, two = case.with_micro_batches(1), case.with_micro_batches(2)
+    run = case.run
+    # torch's schedules want as many micro-batches as stages: a pipeline of torchtitan starts from the run's own.
+    fewest = run.num_micro_batches if run.framework == "torchtitan" and run.parallel.pipeline_parallel > 1 else 1
+    one, two = case.with_micro_batches(fewest), case.with_micro_batches(2 * fewest)
     text, before, after = [], 0, 0
     for op in ("all_gather", "reduce_scatter", "all_reduce"):
         a, b = payload(one.calls(op)), payload(two.calls(op))
@@ -205,7 +208,8 @@ def accumulation(case: Case) -> str:
         if after > 1.2 * before
         else "each rank keeps whole gradients until the last micro-batch, and parameters are gathered once a step"
     )
-    return f"From 1 to 2 micro-batches, over data parallel: {', '.join(text) or 'nothing is sent'}.\nHere {why}."
+    counts = f"From {fewest} to {2 * fewest} micro-batches"
+    return f"{counts}, over data parallel: {', '.join(text) or 'nothing is sent'}.\nHere {why}."
 
 
 def pipeline(case: Case) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 
-from train_ledger.predict.frameworks import megatron_layout, megatron_plan
+from train_ledger.predict.frameworks import megatron_layout, megatron_plan, torchtitan_layout, torchtitan_stages
 from train_ledger.spec.groups import coordinates
 from train_ledger.spec.model import CanonicalTensor, canonical_tensors
 from train_ledger.spec.placement import Kept, Slice
@@ -73,7 +73,8 @@ def _torchtitan(run: Run, tensor: CanonicalTensor) -> list[Slice]:
         else:
             rows = -(-rows // tp)
     part = -(-rows // shards)
-    grid = {"tp": tp, "dp_shard": shards, "dp_replicate": run.parallel.data_parallel_replicate}
+    grid = torchtitan_layout.mesh_sizes(run)
+    stage = torchtitan_stages.stage_of(run, tensor.name) % run.parallel.pipeline_parallel
 
     def kept(rank: int) -> Kept:
         at = coordinates(rank, grid)
@@ -81,7 +82,7 @@ def _torchtitan(run: Run, tensor: CanonicalTensor) -> list[Slice]:
         own = min(rows, begin + part) - begin
         return Kept(rank, own * cols, begin * cols, (at["tp"], at["dp_replicate"]))
 
-    return _by_slice(run.world_size, grid, tp if split else 1, rows * cols, kept, stage=0)
+    return _by_slice(run.world_size, grid, tp if split else 1, rows * cols, kept, stage)
 
 
 def _by_slice(

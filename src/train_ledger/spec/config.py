@@ -162,7 +162,7 @@ def resolve_run(
         raise ConfigError(f"settings of {foreign[0]} in a run of {framework}", file=path, key=foreign[0])
     settings = data.get(framework) or {}
     validate(settings, framework, file=path, prefix=framework)
-    settings = fill_defaults(settings, schema(framework))
+    settings = _that_apply(fill_defaults(settings, schema(framework)), settings, schema(framework), data["parallel"])
     steps = data["steps"] or defaults.get("steps") or 4
     seed = data["seed"] if data["seed"] is not None else defaults.get("seed", 1234)
     model = model or load_model(data["model"], config_dir, file=path)
@@ -189,6 +189,17 @@ def resolve_run(
     )
     check_layout(run)
     return run
+
+
+def _that_apply(
+    filled: Mapping[str, Any], given: Mapping[str, Any], of: Mapping[str, Any], parallel: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Settings without defaults that nothing reads, so that a run is the same run as before those keys were known.
+
+    A key of a schema with `x-needs` belongs to that degree of the layout, and says nothing where the degree is 1.
+    """
+    keys = of["properties"]
+    return {k: v for k, v in filled.items() if k in given or parallel.get(keys.get(k, {}).get("x-needs"), 2) > 1}
 
 
 def _parallel(data: Mapping[str, Any], framework: str, path: str | Path) -> Parallel:

@@ -46,7 +46,7 @@ def read_resolved(path: Path) -> Run:
         validate({k: v for k, v in data["model"].items() if k != "name"}, "model", file=path, prefix="model")
         if (SCHEMAS / f"{run.framework}.yaml").is_file():
             validate(data["settings"], run.framework, file=path, prefix="settings")
-            _is_whole(data["settings"], schema(run.framework), path, "settings")
+            _is_whole(data["settings"], schema(run.framework), path, "settings", data["parallel"])
         check_layout(run)
     except (ValueError, RecursionError, TypeError, KeyError, AttributeError, ArithmeticError) as e:
         raise ConfigError(f"is not a resolved run: {type(e).__name__}: {e}", file=path) from e
@@ -64,11 +64,13 @@ def _has_fields(data: Any, of: type, path: Path, prefix: str = "") -> None:
         raise ConfigError("is not a resolved run: unknown key", file=path, key=f"{prefix}.{key}" if prefix else key)
 
 
-def _is_whole(data: Mapping[str, Any], of: Mapping[str, Any], path: Path, prefix: str) -> None:
-    """Refuses settings that lack a key: resolving fills in every default."""
+def _is_whole(
+    data: Mapping[str, Any], of: Mapping[str, Any], path: Path, prefix: str, parallel: Mapping[str, int]
+) -> None:
+    """Refuses settings that lack a key: resolving fills in every default that applies (`x-needs` names a degree)."""
     for key, sub in of.get("properties", {}).items():
         at = f"{prefix}.{key}"
-        if key not in data and "default" in sub:
+        if key not in data and "default" in sub and parallel.get(sub.get("x-needs", ""), 2) > 1:
             raise ConfigError("is not a resolved run: is missing", file=path, key=at)
         if isinstance(data.get(key), Mapping):
-            _is_whole(data[key], sub, path, at)
+            _is_whole(data[key], sub, path, at, parallel)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from train_ledger.launch.session import Owned, Rank, StepResult, Weight
 from train_ledger.spec.errors import ConfigError
+from train_ledger.spec.model import canonical_tensors
 from train_ledger.spec.run import Run
 
 from .torchtitan_device import import_torchtitan, use_device
@@ -19,7 +20,7 @@ from .torchtitan_device import import_torchtitan, use_device
 def warm_up() -> None:
     """Imports torchtitan. Touches no CUDA."""
     import_torchtitan()
-    from . import torchtitan_config, torchtitan_weights  # noqa: F401
+    from . import torchtitan_config, torchtitan_pipeline, torchtitan_weights  # noqa: F401
 
 
 def build(run: Run, rank: Rank) -> TorchtitanSession:
@@ -30,6 +31,7 @@ def build(run: Run, rank: Rank) -> TorchtitanSession:
     """
     warm_up()
     from .torchtitan_config import TIMEOUT_S, trainer_config
+    from .torchtitan_pipeline import stand_in
 
     use_device(rank.device)
     # distributed/utils.py:init_distributed does this before it starts the group, and leaves a group alone that is
@@ -43,6 +45,8 @@ def build(run: Run, rank: Rank) -> TorchtitanSession:
         trainer = config.build()
     except (ValueError, NotImplementedError, AssertionError) as e:
         raise ConfigError(f"torchtitan refuses the run: {e}", file=run.source or None, key="torchtitan") from e
+    if rank.world == "fake":
+        stand_in(trainer, run)
     return TorchtitanSession(run, trainer)
 
 
@@ -75,8 +79,9 @@ class TorchtitanSession:
         self.groups: list[tuple[str, Sequence[int]]] = [("world", range(dist.get_world_size()))]
         for name, mesh in dims.get_all_one_dimensional_meshes().items():
             self.groups.append((name, dist.get_process_group_ranks(mesh.get_group())))
-        self.model = trainer.model_parts[0]
-        self.parameters = {_canonical(name): p for name, p in self.model.named_parameters()}
+        #: One model, or the parts of it that this rank's pipeline stages hold.
+        self.parts: list[torch.nn.Module] = trainer.model_parts
+        self.parameters = {_canonical(name): p for part in self.parts for name, p in part.named_parameters()}
 
     def _keep_losses(self) -> None:
         """Adds up the loss of this rank's micro-batches: torchtitan averages over ranks only in steps that log."""
@@ -94,7 +99,8 @@ class TorchtitanSession:
         """One optimizer step, `step` from 1.
 
         The loss is torchtitan's own mean over all tokens in steps that log; in others the mean of this rank's tokens,
-        which the mean over data-parallel ranks turns into the same figure. The norm is known in steps that log.
+        which the mean over data-parallel ranks turns into the same figure. The norm is known in steps that log. Of a
+        pipeline's ranks only those of the last stage know the loss.
         """
         from torchtitan.distributed.utils import set_pg_timeouts
 
@@ -106,11 +112,13 @@ class TorchtitanSession:
         if step == 1:
             seconds = trainer.config.comm.train_timeout_seconds
             set_pg_timeouts(timeout=timedelta(seconds=seconds), parallel_dims=trainer.parallel_dims)
+        # trainer.py:pp_forward_backward_step makes -1 the loss of every other stage.
+        knows_loss = not trainer.parallel_dims.pp_enabled or trainer.pp_has_last_stage
         logged = trainer.metrics_processor.last
         if logged is not None and logged[0] == step:
-            return StepResult(loss=logged[1], grad_norm=logged[2])
+            return StepResult(loss=logged[1] if knows_loss else None, grad_norm=logged[2])
         # The local sum is divided by the tokens of all ranks already (trainer.py:_forward_backward_body).
-        return StepResult(loss=self.last_loss * self.run.parallel.data_parallel, grad_norm=None)
+        return StepResult(loss=self.last_loss * self.run.parallel.data_parallel if knows_loss else None, grad_norm=None)
 
     def owners(self) -> Iterator[Owned]:
         """Parameters and gradients of FSDP2, the optimizer's state, RoPE caches, and the batch that is still held."""
@@ -125,8 +133,12 @@ class TorchtitanSession:
                 for name, value in state.items():
                     if isinstance(value, torch.Tensor):
                         yield Owned(name, "optimizer", value)
-        for name, buffer in self.model.named_buffers():
+        for name, buffer in (named for part in self.parts for named in part.named_buffers()):
             yield Owned("rope_cache" if name.endswith("rope.cache") else _canonical(name), "model", buffer)
+        if self.trainer.parallel_dims.pp_enabled:
+            from .torchtitan_pipeline import received
+
+            yield from received(self.trainer)
         yield Owned("device_mesh", "framework", self.trainer.parallel_dims.world_mesh._rank_map)
         for held in self.trainer.dataloader.held:
             for tensor in held.values() if isinstance(held, dict) else [held]:
@@ -141,7 +153,9 @@ class TorchtitanSession:
         from torch.distributed.fsdp import FSDPModule
 
         known = {_local(parameter).untyped_storage().data_ptr() for parameter in self.parameters.values()}
-        states = dict.fromkeys(m._get_fsdp_state() for m in self.model.modules() if isinstance(m, FSDPModule))
+        states = dict.fromkeys(
+            m._get_fsdp_state() for part in self.parts for m in part.modules() if isinstance(m, FSDPModule)
+        )
         for group in (group for state in states for group in state._fsdp_param_groups):
             for held in (parameter._sharded_param_data for parameter in group.fsdp_params):
                 if held.untyped_storage().data_ptr() not in known:
@@ -152,10 +166,16 @@ class TorchtitanSession:
         return self.trainer.optimizers, "step"
 
     def weight(self, name: str) -> Weight | None:
-        """The weight of that Hugging Face Llama name. torchtitan's query, key and value are one weight."""
+        """The weight of that Hugging Face Llama name. torchtitan's query, key and value are one weight.
+
+        None on a rank whose pipeline stages do not hold it.
+        """
         from .torchtitan_weights import tensor_parallel_dim, torchtitan_name
 
         fqn = torchtitan_name(name)
+        elsewhere = self.run.parallel.pipeline_parallel > 1 and fqn not in self.parameters
+        if elsewhere and name in {tensor.name for tensor in canonical_tensors(self.run.model)}:
+            return None
         if fqn not in self.parameters:
             raise ConfigError(
                 f"{name!r} is no weight of model {self.run.model.name}",
@@ -164,7 +184,7 @@ class TorchtitanSession:
             )
         sharded = self.parameters[fqn]
         path, attribute = fqn.rsplit(".", 1)
-        module = next(m for n, m in self.model.named_modules() if _canonical(n) == path)
+        module = next(m for part in self.parts for n, m in part.named_modules() if _canonical(n) == path)
         whole = sharded.numel() // (
             self.run.parallel.tensor_parallel if tensor_parallel_dim(sharded) is not None else 1
         )
@@ -198,10 +218,11 @@ class TorchtitanSession:
 
 def _coordinates(dims: Any, rank: int) -> dict[str, int]:
     """Place on torchtitan's mesh: (pp, dp_replicate, dp_shard, cp, tp), the last varies fastest
-    (parallel_dims.py:build_mesh).
+    (parallel_dims.py:build_mesh). `pp` only where there are stages.
     """
-    return {
-        "dp_replicate": rank // (dims.dp_shard * dims.tp),
+    stage = {"pp": rank // (dims.dp_replicate * dims.dp_shard * dims.tp)} if dims.pp_enabled else {}
+    return stage | {
+        "dp_replicate": rank // (dims.dp_shard * dims.tp) % dims.dp_replicate,
         "dp_shard": rank // dims.tp % dims.dp_shard,
         "tp": rank % dims.tp,
     }

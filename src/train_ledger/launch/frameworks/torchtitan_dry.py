@@ -28,6 +28,7 @@ from train_ledger.launch.loop import SCHEMA, host
 from train_ledger.launch.session import Rank, StepResult
 from train_ledger.probe.census import parts
 from train_ledger.probe.collectives import CollectiveProbe
+from train_ledger.spec.errors import ConfigError
 from train_ledger.spec.io import write_json
 from train_ledger.spec.run import Run
 
@@ -74,7 +75,12 @@ def dry_rank(run: Run, rank: int) -> dict[str, Any]:
     Returns:
         As in spec/schemas/rank.yaml, world `fake`. Containers are counted by storage; nothing is looked for beyond
         them.
+
+    Raises:
+        ConfigError: the run has pipeline stages, which exchange shapes by value.
     """
+    if run.parallel.pipeline_parallel > 1:
+        raise ConfigError("tensors without data have no pipeline stages", key="parallel.pipeline_parallel")
     where = _place(run, rank)
     recorded: list[dict[str, Any]] = []
     times = []

@@ -69,10 +69,12 @@ def load(
     adapter = trainer.config.model_spec.state_dict_adapter(trainer.model_config, None)
     degrees = trainer.parallel_dims
     for names in _groups(model):
+        if not any(torchtitan_name(name) in parameters for name in names):
+            continue  # another pipeline stage's
         whole = _to_torchtitan(adapter, trainer, {name: read(name) for name in names})
         for fqn, value in whole.items():
             if fqn not in parameters:
-                continue  # a tied head is the embedding's parameter
+                continue  # a tied head is the embedding's parameter; norm and head may be another stage's
             parameter = parameters[fqn]
             assert isinstance(parameter, DTensor)
             dim = tensor_parallel_dim(parameter)
@@ -85,15 +87,29 @@ def load(
 def export(
     trainer: Any, model: ModelShape, parameters: Mapping[str, torch.nn.Parameter], coords: Mapping[str, int]
 ) -> Tensors:
-    """The fp32 weights under canonical names, whole, on CPU: all of them on rank 0, nothing on the others."""
+    """The fp32 weights under canonical names, whole, on CPU: all of a pipeline stage's on its first rank (rank 0 has
+    all without stages), nothing on the others.
+    """
     adapter = trainer.config.model_spec.state_dict_adapter(trainer.model_config, None)
     out: Tensors = {}
+    group = _stage_group(trainer.parallel_dims.pp)
     for names in _groups(model):
         fqns = dict.fromkeys(torchtitan_name(name) for name in names)
-        whole = {fqn: _gather(parameters[fqn], trainer.parallel_dims) for fqn in fqns if fqn in parameters}
-        if dist.get_rank() == 0:
+        whole = {fqn: _gather(parameters[fqn], trainer.parallel_dims, group) for fqn in fqns if fqn in parameters}
+        if whole and dist.get_rank(group) == 0:
             out.update(_to_canonical(adapter, trainer, {k: v for k, v in whole.items() if v is not None}))
-    return {t.name: out[t.name] for t in canonical_tensors(model)} if out else {}
+    return {t.name: out[t.name] for t in canonical_tensors(model) if t.name in out}
+
+
+def _stage_group(stages: int) -> dist.ProcessGroup | None:
+    """The ranks that hold the same pipeline stages, which lie side by side; torchtitan has no group of them. None, the
+    world, where there are no stages.
+    """
+    if stages == 1:
+        return None
+    each = dist.get_world_size() // stages
+    made = [dist.new_group(list(range(first, first + each))) for first in range(0, stages * each, each)]
+    return made[dist.get_rank() // each]
 
 
 def _groups(model: ModelShape) -> list[list[str]]:
@@ -136,7 +152,7 @@ def _fused(tensors: Tensors) -> list[str]:
 
 def _qkv_module(trainer: Any) -> torch.nn.Module:
     """One module of fused projections: its sizes are what splitting and merging need."""
-    return next(m for m in trainer.model_parts[0].modules() if isinstance(m, FusedQKVLinear))
+    return next(m for part in trainer.model_parts for m in part.modules() if isinstance(m, FusedQKVLinear))
 
 
 def _chunk(whole: torch.Tensor, parts: int, part: int, dim: int) -> torch.Tensor:
@@ -148,8 +164,8 @@ def _chunk(whole: torch.Tensor, parts: int, part: int, dim: int) -> torch.Tensor
     return whole.narrow(dim, start, min(size, whole.size(dim) - start))
 
 
-def _gather(parameter: torch.nn.Parameter, degrees: Any) -> torch.Tensor | None:
-    """The whole parameter on the CPU of rank 0, from the shards of replica 0. All ranks call it."""
+def _gather(parameter: torch.nn.Parameter, degrees: Any, group: dist.ProcessGroup | None) -> torch.Tensor | None:
+    """The whole parameter on the CPU of the group's first rank, from the shards of replica 0. All its ranks call it."""
     assert isinstance(parameter, DTensor)
     dim = tensor_parallel_dim(parameter)
     shape = list(parameter.shape)
@@ -161,11 +177,12 @@ def _gather(parameter: torch.nn.Parameter, degrees: Any) -> torch.Tensor | None:
     local = parameter.to_local().detach()
     sent = local.new_zeros(torch.Size(largest).numel())
     sent[: local.numel()] = local.reshape(-1)
-    received = sent.new_empty(dist.get_world_size() * sent.numel())
-    dist.all_gather_into_tensor(received, sent)
-    if dist.get_rank() != 0:
+    ranks = dist.get_world_size(group)
+    received = sent.new_empty(ranks * sent.numel())
+    dist.all_gather_into_tensor(received, sent, group=group)
+    if dist.get_rank(group) != 0:
         return None
-    every = received.cpu().view(dist.get_world_size(), -1)
+    every = received.cpu().view(ranks, -1)
     columns = []
     for tp in range(split):
         piece = list(shape)

@@ -1,4 +1,4 @@
-"""Prediction for torchtitan 0.3.0 on torch 2.14.1: FSDP2, HSDP and tensor parallelism of a Llama 3 model."""
+"""Prediction for torchtitan 0.3.0 on torch 2.14.1: FSDP2, HSDP, tensor and pipeline parallelism of a Llama 3 model."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from train_ledger.spec.ledger import Container, RankLedger, merge_collectives
 from train_ledger.spec.run import Run
 
 from . import torchtitan_layout as layouts
+from . import torchtitan_pipeline
 from .torchtitan_calls import collectives, reduced_parts
 from .torchtitan_check import check
 from .torchtitan_layout import Layout
@@ -49,12 +50,12 @@ def rank_ledger(run: Run, rank: int, step: str = "steady") -> RankLedger:
     return RankLedger(
         rank=rank,
         coords=coords(run, rank),
-        containers=tuple(_containers(run, layout)),
-        collectives=merge_collectives(collectives(run, layout, step)),
+        containers=tuple(_containers(run, layout, rank)),
+        collectives=merge_collectives(collectives(run, layout, rank, step)),
     )
 
 
-def _containers(run: Run, layout: Layout) -> Iterator[Container]:
+def _containers(run: Run, layout: Layout, rank: int) -> Iterator[Container]:
     def container(
         name: str,
         owner: str,
@@ -81,6 +82,8 @@ def _containers(run: Run, layout: Layout) -> Iterator[Container]:
             moments[shard.owned_numel] += unit.count
         for part in reduced_parts(run, unit):
             buffers[sum(part)] += unit.count
+    if run.parallel.pipeline_parallel > 1:
+        buffers = torchtitan_pipeline.grad_buffers(run, layout, rank)
     del moments[0]
     reduced = sum(numel * count for numel, count in buffers.items())
 
@@ -106,9 +109,12 @@ def _containers(run: Run, layout: Layout) -> Iterator[Container]:
         if run.model.qk_norm
         else (run.model.head_dim // 2, "complex64", "ComplexRoPE")
     )
-    cache, layers = run.seq_length * width, run.model.num_layers
+    cache, layers = run.seq_length * width, layout.num_layers
     rule = f"torchtitan/models/common/rope.py:{kind}._precompute_cache"
-    yield container("rope_cache", "model", dtype, layers * cache, 0, rule, {cache: layers})
+    if layers:
+        yield container("rope_cache", "model", dtype, layers * cache, 0, rule, {cache: layers})
+    if run.parallel.pipeline_parallel > 1:
+        yield from torchtitan_pipeline.received(run, rank)
 
     # trainer.py:batch_generator holds the last micro-batch until it is asked for the next: inputs and positions where
     # they were moved to, labels where they were loaded.

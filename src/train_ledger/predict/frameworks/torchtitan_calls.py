@@ -1,4 +1,5 @@
-"""The collectives of one torchtitan step, each with the rule that makes it.
+"""The collectives of one torchtitan step, each with the rule that makes it. What differs with pipeline stages is in
+torchtitan_pipeline.py.
 
 Symbols: L layers, M micro-batches, B sequences of a micro-batch, S tokens of a sequence, d hidden size, T
 tensor-parallel ranks, D ranks that FSDP shards over, R replicas (HSDP), C chunks of the loss.
@@ -12,8 +13,9 @@ from dataclasses import dataclass
 from train_ledger.spec.ledger import Collective
 from train_ledger.spec.run import Run
 
-from . import torchtitan_dtensor
+from . import torchtitan_dtensor, torchtitan_pipeline
 from .torchtitan_layout import Layout, Unit, shard_axis
+from .torchtitan_pipeline import Work
 
 _GROUP = "torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py"
 _REDUCE = "torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py:foreach_reduce"
@@ -33,19 +35,29 @@ def kind_of(run: Run, step: str) -> Step:
     return Step(first=step == "first", logs=step in ("first", "log") or run.settings["log_freq"] == 1)
 
 
-def collectives(run: Run, layout: Layout, step: str) -> Iterator[Collective]:
+def collectives(run: Run, layout: Layout, rank: int, step: str) -> Iterator[Collective]:
     """All calls of one step of a rank with that layout."""
     kind = kind_of(run, step)
     p = run.parallel
+    pipelined = p.pipeline_parallel > 1
     if p.data_parallel > 1:
         yield _all_reduce("batch", "int64", 1, 1, "token count", "step", "torchtitan/trainer.py:train_step")
-    if p.data_parallel_shard > 1:
-        yield from _gathers(run, layout, kind)
-    yield from _reductions(run, layout)
+    if pipelined:
+        yield from torchtitan_pipeline.sharded(run, layout, rank, kind.first)
+        yield from torchtitan_pipeline.transfers(run, rank, kind.first)
+    else:
+        if p.data_parallel_shard > 1:
+            yield from _gathers(run, layout, kind)
+        yield from _reductions(run, layout)
     if p.tensor_parallel > 1:
-        yield from _activations(run)
-        yield from _norm_gradients(run)
-        yield from _loss(run)
+        held = torchtitan_pipeline.work(run, rank, kind.first)
+        for work in held:
+            yield from _activations(run, work)
+        if not pipelined:
+            yield from _norm_gradients(run)
+        for work in held:
+            if work.end:
+                yield from _loss(run, work.forwards)
     yield from _gradient_norm(run, layout)
     if kind.logs and p.data_parallel > 1:
         rule = "torchtitan/trainer.py:train_step"
@@ -142,46 +154,45 @@ def reduced_parts(run: Run, unit: Unit) -> list[list[int]]:
 # --- tensor parallel -------------------------------------------------------------------------------------------------
 
 
-def _activations(run: Run) -> Iterator[Collective]:
+def _activations(run: Run, work: Work) -> Iterator[Collective]:
     """Activations between tensor-parallel regions (models/llama3/sharding.py): B·S·d elements, whole on every rank in
     a region.
 
     There are 2L + 1 boundaries each way: the embedding's output, two exits a layer; two entries a layer, the final
-    norm's output. With sequence parallelism a boundary gathers or scatters the sequence; without, it sums (and its
-    opposite direction is free). Activation checkpointing repeats a layer's boundaries, but for what selective
-    checkpointing saves: `distributed/activation_checkpoint.py:_get_default_save_ops` saves
-    `_c10d_functional.reduce_scatter_tensor`, which only the DTensor backends call.
+    norm's output; a pipeline stage has those of its modules. With sequence parallelism a boundary gathers or scatters
+    the sequence; without, it sums (and its opposite direction is free). Activation checkpointing repeats a layer's
+    boundaries, but for what selective checkpointing saves: `distributed/activation_checkpoint.py:_get_default_save_ops`
+    saves `_c10d_functional.reduce_scatter_tensor`, which only the DTensor backends call.
     """
     s, m, p = run.settings, run.model, run.parallel
     tokens = run.micro_batch * run.seq_length
     whole, part = tokens * m.hidden_size, tokens * m.hidden_size // p.tensor_parallel
     dtype, ac = s["mixed_precision_param"], s["activation_checkpoint"]
-    layers, ends = 2 * m.num_layers * run.num_micro_batches, (2 * m.num_layers + 1) * run.num_micro_batches
-    again = 0 if ac == "none" else layers
+    exits, entries = 2 * work.layers + work.embedding, 2 * work.layers + work.end
+    again = 0 if ac == "none" else 2 * work.layers * work.backwards
 
-    def call(op: str, count: int, phase: str, component: str = "activation") -> Collective:
+    def call(op: str, count: int, phase: str, component: str = "activation") -> Iterator[Collective]:
         sizes = {"all_gather": (part, whole), "reduce_scatter": (whole, part), "all_reduce": (whole, whole)}[op]
-        return Collective(
-            op, "tp", dtype, *sizes, count, component, phase, f"{_REDISTRIBUTE}:Module._redistribute_outputs"
-        )
+        rule = f"{_REDISTRIBUTE}:Module._redistribute_outputs"
+        if count:
+            yield Collective(op, "tp", dtype, *sizes, count, component, phase, rule)
 
     if p.sequence_parallel:
         saved = ac == "selective" and s["spmd_backend"] != "spmd_types"
-        for phase in ("forward", "backward"):
-            yield call("all_gather", ends, phase)
-            yield call("reduce_scatter", ends, phase)
-        if again:
-            yield call("all_gather", again, "backward", "recompute")
-            if not saved:
-                yield call("reduce_scatter", again, "backward", "recompute")
+        yield from call("all_gather", entries * work.forwards, "forward")
+        yield from call("reduce_scatter", exits * work.forwards, "forward")
+        yield from call("all_gather", exits * work.backwards, "backward")
+        yield from call("reduce_scatter", entries * work.backwards, "backward")
+        yield from call("all_gather", again, "backward", "recompute")
+        if not saved:
+            yield from call("reduce_scatter", again, "backward", "recompute")
         return
-    yield call("all_reduce", ends, "forward")
+    yield from call("all_reduce", exits * work.forwards, "forward")
     if s["spmd_backend"] == "spmd_types":
-        yield call("all_reduce", ends, "backward")
+        yield from call("all_reduce", entries * work.backwards, "backward")
     else:
         yield from torchtitan_dtensor.backward(run)
-    if again:
-        yield call("all_reduce", again, "backward", "recompute")
+    yield from call("all_reduce", again, "backward", "recompute")
 
 
 def _norm_gradients(run: Run) -> Iterator[Collective]:
@@ -208,7 +219,7 @@ def _norm_gradients(run: Run) -> Iterator[Collective]:
         )
 
 
-def _loss(run: Run) -> Iterator[Collective]:
+def _loss(run: Run, micro_batches: int) -> Iterator[Collective]:
     """Cross entropy over a split vocabulary: maximum, sum of exponentials, and the label's logit, each B·S/C fp32, C
     times.
     """
@@ -217,7 +228,7 @@ def _loss(run: Run) -> Iterator[Collective]:
         "tp",
         "float32",
         run.micro_batch * run.seq_length // chunks,
-        3 * chunks * run.num_micro_batches,
+        3 * chunks * micro_batches,
         "cross entropy",
         "step",
         "torchtitan/components/loss.py:_LossParallelCrossEntropy.forward",
@@ -225,11 +236,13 @@ def _loss(run: Run) -> Iterator[Collective]:
 
 
 def _gradient_norm(run: Run, layout: Layout) -> Iterator[Collective]:
-    """One norm a parameter, stacked, then summed over each mesh axis that shards gradients; clipping off changes
-    nothing.
+    """One norm a parameter, stacked, then summed over each mesh axis that shards gradients; of pipeline stages the
+    sum of all. Clipping off changes nothing.
     """
     rule = "torchtitan/distributed/utils.py:clip_grad_norm_"
     if run.parallel.data_parallel_shard > 1:
         yield _all_reduce(shard_axis(run), "float32", layout.num_parameters, 1, "gradient norm", "step", rule)
     if run.parallel.tensor_parallel > 1:
         yield _all_reduce("tp", "float32", layout.num_parameters, 1, "gradient norm", "step", rule)
+    if run.parallel.pipeline_parallel > 1:
+        yield _all_reduce("pp", "float32", 1, 1, "gradient norm", "step", rule)

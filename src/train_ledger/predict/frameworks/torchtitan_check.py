@@ -5,7 +5,7 @@ from __future__ import annotations
 from train_ledger.spec.errors import ConfigError
 from train_ledger.spec.run import Run
 
-from . import torchtitan_dtensor
+from . import torchtitan_dtensor, torchtitan_pipeline, torchtitan_stages
 
 _SCALING_KEYS = ("factor", "high_freq_factor", "low_freq_factor", "original_max_position_embeddings")
 
@@ -59,13 +59,9 @@ def _check_model(run: Run) -> None:
 
 def _check_parallel(run: Run) -> None:
     p = run.parallel
-    for key, degree in (
-        ("pipeline_parallel", p.pipeline_parallel),
-        ("virtual_pipeline_parallel", p.virtual_pipeline_parallel),
-        ("context_parallel", p.context_parallel),
-    ):
-        if degree > 1:
-            _refuse(run, f"parallel.{key}", f"{degree} is not modelled for torchtitan, only 1")
+    if p.context_parallel > 1:
+        _refuse(run, "parallel.context_parallel", f"{p.context_parallel} is not modelled for torchtitan, only 1")
+    torchtitan_stages.check(run)
 
 
 def _check_tensor_parallel(run: Run) -> None:
@@ -128,4 +124,18 @@ def _check_loss(run: Run) -> None:
             run,
             "torchtitan.num_chunks",
             f"ChunkedLossWrapper sequence length must be divisible by num_chunks: {run.seq_length} by {chunks}",
+        )
+    if (
+        run.settings["chunked_loss"]
+        and chunks == 1
+        and run.settings["mixed_precision_param"] != run.settings["mixed_precision_reduce"]
+        and torchtitan_pipeline.reduces_norm_with_head(run)
+    ):
+        # _fsdp_collectives.py:foreach_reduce: of several chunks the head's gradient is summed in the type of the
+        # reduction, where the norm's of an earlier backward waits; of one chunk it is not.
+        _refuse(
+            run,
+            "torchtitan.num_chunks",
+            "FSDP reduce-scatter expects uniform gradient dtype but got both types of mixed precision: with 1 chunk "
+            f"under {run.settings['pipeline_parallel_schedule']} the head's gradient meets the norm's",
         )

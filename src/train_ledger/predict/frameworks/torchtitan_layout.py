@@ -16,8 +16,12 @@ from dataclasses import dataclass
 from train_ledger.spec.groups import Group, groups_along
 from train_ledger.spec.run import Run
 
-#: num_layers, hidden_size, query_size, kv_size, ffn_hidden_size, vocab_size, tie_embeddings, head_dim if qk_norm else 0
-_Sizes = tuple[int, int, int, int, int, int, bool, int]
+from .torchtitan_stages import held
+
+#: hidden_size, query_size, kv_size, ffn_hidden_size, vocab_size, tie_embeddings, head_dim if qk_norm else 0
+_Sizes = tuple[int, int, int, int, int, bool, int]
+#: Of a stage: how many layers it has, whether it has the embedding, whether norm and head.
+_Part = tuple[int, bool, bool]
 
 
 @dataclass(frozen=True)
@@ -72,10 +76,20 @@ class Unit:
 @dataclass(frozen=True)
 class Layout:
     """Everything of one rank's layout that memory and traffic depend on. Equal for ranks that keep and send the
-    same.
+    same. `stages` has the units of each pipeline stage that the rank holds; without pipeline there is one.
     """
 
-    units: tuple[Unit, ...]
+    stages: tuple[tuple[Unit, ...], ...]
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        """Of all stages."""
+        return tuple(unit for stage in self.stages for unit in stage)
+
+    @property
+    def num_layers(self) -> int:
+        """Layers on this rank."""
+        return sum(unit.count for unit in self.units if unit.name == "layers")
 
     @property
     def num_parameters(self) -> int:
@@ -88,13 +102,25 @@ def mesh_sizes(run: Run) -> dict[str, int]:
     dp_shard, cp, tp).
     """
     p = run.parallel
-    return {"tp": p.tensor_parallel, "dp_shard": p.data_parallel_shard, "dp_replicate": p.data_parallel_replicate}
+    return {
+        "tp": p.tensor_parallel,
+        "dp_shard": p.data_parallel_shard,
+        "dp_replicate": p.data_parallel_replicate,
+        "pp": p.pipeline_parallel,
+    }
 
 
 def coordinates(run: Run, rank: int) -> dict[str, int]:
-    """Place of `rank` on the mesh."""
-    tp, shard = run.parallel.tensor_parallel, run.parallel.data_parallel_shard
-    return {"dp_replicate": rank // (tp * shard), "dp_shard": rank // tp % shard, "tp": rank % tp}
+    """Place of `rank` on the mesh; `pp` only where there are pipeline stages."""
+    p = run.parallel
+    tp, shard, replicate = p.tensor_parallel, p.data_parallel_shard, p.data_parallel_replicate
+    place = {"dp_replicate": rank // (tp * shard) % replicate, "dp_shard": rank // tp % shard, "tp": rank % tp}
+    return {"pp": pp_rank(run, rank)} | place if p.pipeline_parallel > 1 else place
+
+
+def pp_rank(run: Run, rank: int) -> int:
+    """Pipeline rank, the slowest dimension of the mesh."""
+    return rank // (run.world_size // run.parallel.pipeline_parallel)
 
 
 def shard_axis(run: Run) -> str:
@@ -111,7 +137,7 @@ def groups(run: Run) -> list[Group]:
     """
     sizes = mesh_sizes(run)
     both = ("dp_shard", "dp_replicate")
-    named = [("batch", both), ("loss", both), ("dp_replicate", both[1:]), ("tp", ("tp",))]
+    named = [("pp", ("pp",)), ("batch", both), ("loss", both), ("dp_replicate", both[1:]), ("tp", ("tp",))]
     if run.settings["spmd_backend"] == "spmd_types":
         named.append(("dp", both))
     named.append((shard_axis(run), both[:1]))
@@ -128,14 +154,17 @@ def layout(run: Run, rank: int) -> Layout:
     # parameters in both, then init_states ties them again, too late for fully_shard. partial_dtensor parallelizes only
     # with tensor parallelism (models/llama3/parallelize.py), so without it the tie holds.
     untied = run.settings["spmd_backend"] != "partial_dtensor" or run.parallel.tensor_parallel > 1
-    return _layout(_sizes(run), *_degrees(run, rank), untied)
+    return _layout(_sizes(run), _parts(run, rank), *_degrees(run, rank), untied)
+
+
+def _parts(run: Run, rank: int) -> tuple[_Part, ...]:
+    return tuple((len(stage.layers), stage.embedding, stage.end) for stage in held(run, pp_rank(run, rank)))
 
 
 def _sizes(run: Run) -> _Sizes:
     m = run.model
     normed = m.head_dim if m.qk_norm else 0
     return (
-        m.num_layers,
         m.hidden_size,
         m.query_size,
         m.kv_size,
@@ -152,8 +181,10 @@ def _degrees(run: Run, rank: int) -> tuple[int, int, int, int]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _layout(sizes: _Sizes, tensor_parallel: int, shards: int, tp: int, shard: int, twins: bool) -> Layout:
-    layers, hidden, query, kv, ffn, vocab, tied, normed = sizes
+def _layout(
+    sizes: _Sizes, parts: tuple[_Part, ...], tensor_parallel: int, shards: int, tp: int, shard: int, twins: bool
+) -> Layout:
+    hidden, query, kv, ffn, vocab, tied, normed = sizes
     embedding = Parameter("tok_embeddings.weight", (vocab, hidden), 0)
     norm = Parameter("norm.weight", (hidden,), None)
     head = Parameter("lm_head.weight", (vocab, hidden), 0)
@@ -173,10 +204,16 @@ def _layout(sizes: _Sizes, tensor_parallel: int, shards: int, tp: int, shard: in
 
     # fsdp.py:apply_fsdp_to_decoder: tied, the embedding, the norm and the head are one unit; else the embedding is its
     # own.
-    middle = Unit("layers", layers, cut(*block))
     if tied:
-        return Layout((middle, Unit("last", 1, cut(embedding, norm), cut(head) if twins else ())))
-    return Layout((Unit("tok_embeddings", 1, cut(embedding)), middle, Unit("last", 1, cut(norm, head))))
+        middle = Unit("layers", parts[0][0], cut(*block))
+        return Layout(((middle, Unit("last", 1, cut(embedding, norm), cut(head) if twins else ())),))
+    stages = []
+    for layers, first, last in parts:
+        units = [Unit("tok_embeddings", 1, cut(embedding))] if first else []
+        units += [Unit("layers", layers, cut(*block))] if layers else []
+        units += [Unit("last", 1, cut(norm, head))] if last else []
+        stages.append(tuple(units))
+    return Layout(tuple(stages))
 
 
 def _shard(parameter: Parameter, tensor_parallel: int, shards: int, tp: int, shard: int) -> Shard:
@@ -193,14 +230,14 @@ def _chunk(size: int, parts: int, part: int) -> int:
 
 
 def layout_class(run: Run, rank: int) -> tuple[int, ...]:
-    """Ranks of equal class hold equal parts. Only the sizes of the last, smaller chunks tell ranks apart, never
-    replicas.
+    """Ranks of equal class hold equal parts. Only pipeline stages and the sizes of the last, smaller chunks tell ranks
+    apart, never replicas.
     """
-    return _layout_class(_sizes(run), *_degrees(run, rank))
+    return pp_rank(run, rank), *_layout_class(_sizes(run), *_degrees(run, rank))
 
 
 @functools.lru_cache(maxsize=65536)
 def _layout_class(sizes: _Sizes, tensor_parallel: int, shards: int, tp: int, shard: int) -> tuple[int, ...]:
-    _, hidden, query, kv, ffn, vocab, _, normed = sizes
+    hidden, query, kv, ffn, vocab, _, normed = sizes
     rows = [_chunk(n, tensor_parallel, tp) for n in (query + 2 * kv, ffn, vocab)]
     return (*rows, *(_chunk(n, shards, shard) for n in (*rows, hidden, normed)), _chunk(query, tensor_parallel, tp))
