@@ -115,6 +115,23 @@ def test_editing_one_run_makes_its_chain_again(copy: WorkingCopy) -> None:
     assert copy.path("unusable/launch/ds.1/rank0.json").read_text() == old
 
 
+def test_newer_code_makes_what_it_writes_again(copy: WorkingCopy) -> None:
+    """As after `git pull`: figures and page for a plot module, all but the launches for a rule of the prediction."""
+    source = (copy.folder / "src").resolve()
+    (copy.folder / "src").unlink()
+    shutil.copytree(source, copy.folder / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    assert copy.planned() == set()
+    style = copy.folder / "src/train_ledger/plot/style.py"
+    style.write_text(style.read_text() + "# newer\n")
+    written = {"Drawing the figures of small", "Writing the report of small"}
+    verdict = {"Is every byte and every call of small explained?"}
+    assert copy.planned() == written | verdict
+    rules = copy.folder / "src/train_ledger/predict/frameworks/deepspeed.py"
+    rules.write_text(rules.read_text() + "# newer\n")
+    predicted = {"Predicting ds (small)", "Predicting mg (small)", "Reconciling the runs of small"}
+    assert copy.planned() == written | verdict | predicted
+
+
 def test_a_changed_pin_makes_that_framework_again(copy: WorkingCopy) -> None:
     """Only launches depend on the environment; order and comments of its file do not matter."""
     copy.edit("envs/megatron.yaml", r"^      - numpy==.*$", "      - numpy==1.2.3")

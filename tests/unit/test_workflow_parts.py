@@ -341,3 +341,17 @@ def test_caches_without_a_home(tmp_path):
         env = {"PATH": os.environ["PATH"]} | ({"HOME": str(home)} if home else {})
         done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, check=False)
         assert (done.returncode, done.stdout.strip(), done.stderr) == (0, wanted, "")
+
+
+def test_code_of_a_stage_is_that_of_its_packages(tmp_path):
+    for package in ("spec", "predict", "plot"):
+        (tmp_path / package / "more").mkdir(parents=True)
+        (tmp_path / package / "more" / "rule.py").write_text(package)
+    before = {stage: envs.code(stage, tmp_path) for stage in envs.CODE_OF}
+    (tmp_path / "predict" / "more" / "rule.py").write_text("another")
+    (tmp_path / "plot" / "__pycache__").mkdir()
+    (tmp_path / "plot" / "__pycache__" / "rule.pyc").write_text("compiled")
+    after = {stage: envs.code(stage, tmp_path) for stage in envs.CODE_OF}
+    assert {stage for stage in before if before[stage] != after[stage]} == {"predict", "evidence"}
+    (tmp_path / "plot" / "more" / "rule.py").rename(tmp_path / "plot" / "rule.py")
+    assert envs.code("plot", tmp_path) != after["plot"]

@@ -25,6 +25,7 @@ try:
 except LedgerError as e:
     sys.exit(f"train-ledger: {e}")
 
+CODE = {stage: envs.code(stage, ROOT / "src/train_ledger") for stage in envs.CODE_OF}
 STARTED = time.time()
 RUNS = PLAN.runs
 COMPARISON = PLAN.comparison.name

@@ -22,6 +22,8 @@ rule evidence:
     threads: 1
     resources:
         mem_mb=2000,
+    params:
+        code=CODE["evidence"],
     message:
         "Reconciling the measurements from real GPUs"
     script:

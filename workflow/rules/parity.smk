@@ -113,6 +113,7 @@ if REAL:
         resources:
             mem_mb=4000,
         params:
+            code=CODE["parity"],
             runs=json.dumps([run.to_dict() for run in REAL.values()], sort_keys=True),
         message:
             f"Comparing what the runs of {COMPARISON} trained"

@@ -33,6 +33,7 @@ rule plot:
     params:
         paper=PAPER,
         evidence=EVIDENCE,
+        code=CODE["plot"],
     message:
         f"Drawing the figures of {COMPARISON}"
     script:

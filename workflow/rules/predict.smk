@@ -15,6 +15,7 @@ rule predict:
         mem_mb=1000,
     params:
         run=run_json,
+        code=CODE["predict"],
     message:
         "Predicting {wildcards.run} ({wildcards.comparison})"
     script:

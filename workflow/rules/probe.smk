@@ -16,6 +16,7 @@ rule probe:
     resources:
         mem_mb=2000,
     params:
+        code=CODE["probe"],
         # A launch that was kept after its workflow had died has no record with Snakemake; this one has.
         request=lambda w: [run_of(w).sha256(), ENVIRONMENTS[run_of(w).framework]],
         damaged=lambda w: resume.damaged(f"results/{w.comparison}/launch/{w.run}"),

@@ -22,6 +22,8 @@ rule reconcile:
     threads: 1
     resources:
         mem_mb=4000,
+    params:
+        code=CODE["reconcile"],
     message:
         f"Reconciling the runs of {COMPARISON}"
     script:

@@ -29,6 +29,7 @@ rule report:
     params:
         paper=PAPER,
         evidence=EVIDENCE,
+        code=CODE["report"],
     message:
         f"Writing the report of {COMPARISON}"
     script:

@@ -1,4 +1,4 @@
-"""The identity of a framework's environment: a changed pin reruns that framework and nothing else."""
+"""What a stage depends on beside its inputs: a framework's pins, and this package's own code, each by a hash."""
 
 from __future__ import annotations
 
@@ -10,6 +10,33 @@ from pathlib import Path
 
 from train_ledger.spec.errors import ConfigError
 from train_ledger.spec.io import read_yaml
+
+#: The packages whose code decides what a stage writes. Snakemake itself sees no further than workflow/scripts. A launch
+#: is not among them: what was measured stays measured; its settings, seeds and pins decide.
+CODE_OF = {
+    "predict": ("spec", "predict"),
+    "probe": ("spec", "reconcile"),
+    "reconcile": ("spec", "reconcile"),
+    "parity": ("spec", "parity"),
+    "evidence": ("spec", "predict", "reconcile", "parity", "evidence"),
+    "plot": ("spec", "reconcile", "parity", "plot"),
+    "report": ("spec", "reconcile", "parity", "plot", "report"),
+}
+
+
+def code(stage: str, source: str | Path) -> str:
+    """SHA-256 of the code that a stage of `CODE_OF` runs: names and contents of the files of its packages.
+
+    Args:
+        source: folder of the package, src/train_ledger.
+    """
+    digest = hashlib.sha256()
+    for package in CODE_OF[stage]:
+        for file in sorted((Path(source) / package).rglob("*")):
+            if file.is_file() and "__pycache__" not in file.parts:
+                content = file.read_bytes()
+                digest.update(f"{file.relative_to(source).as_posix()} {len(content)}\n".encode() + content)
+    return digest.hexdigest()
 
 
 def use_this_python() -> None:
