@@ -13,15 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.phases import misplaced
-from train_ledger.launch.launcher import launch
-from train_ledger.predict import predict
-from train_ledger.predict.distinct import rank_classes
-from train_ledger.reconcile.core import predicted_rank, reconcile_collectives, reconcile_resident
-from train_ledger.reconcile.layout import reconcile_layout
-from train_ledger.reconcile.rows import CLEAN
-from train_ledger.spec.config import load_model, load_run
-from train_ledger.spec.run import Run
+from tests.sweep import differences, resolved
+from train_ledger.spec.config import load_model
 
 DATA = Path(__file__).parents[1] / "data"
 TABLE: list[dict[str, Any]] = yaml.safe_load((DATA / "megatron_sweep.yaml").read_text(encoding="utf-8"))
@@ -34,49 +27,17 @@ FEW = [14, 21, 33, 41, 70]
 pytestmark = pytest.mark.launch
 
 
-def resolved(entry: dict[str, Any], folder: Path) -> Run:
-    """An entry of the table as the run that a user's files would give."""
-    for kind in ("models", "runs"):
-        (folder / kind).mkdir()
-    name = entry["name"]
-    model = folder / "models" / f"{name}.yaml"
-    model.write_text(yaml.safe_dump(entry["model"]), encoding="utf-8")
-    more = {"model": str(model), "world": "fake", "steps": len(STEPS), "probe": {"collective_steps": list(STEPS)}}
-    file = folder / "runs" / f"{name}.yaml"
-    file.write_text(yaml.safe_dump({**entry["run"], **more}), encoding="utf-8")
-    return load_run(file, overrides={"probe": {"lifeline_weight": ""}})
-
-
-def differences(run: Run, folder: Path, ranks: list[int] | None = None) -> list[str]:
-    """Launches ranks, by default one of each kind and the last; every row that is not exact, as text."""
-    ranks = ranks or sorted({*(same[0] for same in rank_classes(run)), run.world_size - 1})
-    launch(run, folder, ranks=ranks)
-    out = []
-    for rank in ranks:
-        measured = json.loads((folder / f"rank{rank}.json").read_text(encoding="utf-8"))
-        for step in STEPS:
-            prediction = predict(run, [rank], "first" if step == 1 else "steady").to_dict()
-            ledger = predicted_rank(prediction, measured)
-            rows: list[Any] = [*reconcile_collectives(prediction, ledger, measured, step)]
-            assert rows
-            out += [f"step {step}: {text}" for text in misplaced(prediction, ledger, measured, step)]
-            if step == STEPS[-1]:
-                rows += [*reconcile_resident(prediction, ledger, measured), *reconcile_layout(prediction, measured)]
-            out += [f"step {step}: {row}" for row in rows if row.verdict not in CLEAN]
-    return out
-
-
 @pytest.mark.parametrize("entry", [TABLE[i] for i in FEW], ids=lambda e: e["name"])
 def test_exact(entry: dict[str, Any], tmp_path: Path) -> None:
     """A small part of the table."""
-    assert differences(resolved(entry, tmp_path), tmp_path / "out") == []
+    assert differences(resolved(entry, tmp_path, STEPS), tmp_path / "out") == []
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("entry", TABLE, ids=lambda e: e["name"])
 def test_exact_everywhere(entry: dict[str, Any], tmp_path: Path) -> None:
     """The whole table."""
-    assert differences(resolved(entry, tmp_path), tmp_path / "out") == []
+    assert differences(resolved(entry, tmp_path, STEPS), tmp_path / "out") == []
 
 
 @pytest.mark.sweep
@@ -103,7 +64,7 @@ def test_width_of_405b_on_16384_ranks(tmp_path: Path) -> None:
         },
     }
     del entry["model"]["name"]
-    assert differences(resolved(entry, tmp_path), tmp_path / "out", [0, 64 * 128, 16383]) == []
+    assert differences(resolved(entry, tmp_path, STEPS), tmp_path / "out", [0, 64 * 128, 16383]) == []
 
 
 def test_the_table_is_what_the_generator_makes() -> None:

@@ -9,22 +9,13 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from tests.phases import misplaced
-from train_ledger.launch.launcher import launch
-from train_ledger.predict import predict
-from train_ledger.predict.distinct import rank_classes
-from train_ledger.reconcile.core import predicted_rank, reconcile_collectives, reconcile_resident
-from train_ledger.reconcile.layout import reconcile_layout
-from train_ledger.reconcile.rows import CLEAN
-from train_ledger.spec.config import load_run
-from train_ledger.spec.run import Run
+from tests.sweep import differences, resolved
 
 DATA = Path(__file__).parents[1] / "data"
 TABLE: list[dict[str, Any]] = yaml.safe_load((DATA / "torchtitan_sweep.yaml").read_text(encoding="utf-8"))
@@ -41,57 +32,24 @@ ON_GLOO = [13, 16, 23, 30, 35, 46, 56, *(PIPELINES + i for i in (1, 4, 5, 10, 12
 pytestmark = pytest.mark.launch
 
 
-def resolved(entry: dict[str, Any], folder: Path) -> Run:
-    """An entry of the table as the run that a user's files would give."""
-    for kind in ("models", "runs"):
-        (folder / kind).mkdir()
-    name = entry["name"]
-    model = folder / "models" / f"{name}.yaml"
-    model.write_text(yaml.safe_dump(entry["model"]), encoding="utf-8")
-    more = {"model": str(model), "world": "fake", "steps": len(STEPS), "probe": {"collective_steps": list(STEPS)}}
-    file = folder / "runs" / f"{name}.yaml"
-    file.write_text(yaml.safe_dump({**entry["run"], **more}), encoding="utf-8")
-    return load_run(file, overrides={"probe": {"lifeline_weight": ""}})
-
-
-def differences(run: Run, folder: Path) -> list[str]:
-    """Launches one rank of each kind and the last rank, or all on gloo; every row that is not exact, as text."""
-    ranks = sorted({*(same[0] for same in rank_classes(run)), run.world_size - 1})
-    launch(run, folder, ranks=ranks if run.world == "fake" else None)
-    out = []
-    for rank in ranks:
-        measured = json.loads((folder / f"rank{rank}.json").read_text(encoding="utf-8"))
-        for step in STEPS:
-            logs = step % run.settings["log_freq"] == 0
-            prediction = predict(run, [rank], "first" if step == 1 else "log" if logs else "steady").to_dict()
-            ledger = predicted_rank(prediction, measured)
-            rows: list[Any] = [*reconcile_collectives(prediction, ledger, measured, step)]
-            assert rows or run.world_size == 1
-            out += [f"step {step}: {text}" for text in misplaced(prediction, ledger, measured, step)]
-            if step == STEPS[-1]:
-                rows += [*reconcile_resident(prediction, ledger, measured), *reconcile_layout(prediction, measured)]
-            out += [f"step {step}: {row}" for row in rows if row.verdict not in CLEAN]
-    return out
-
-
 @pytest.mark.parametrize("entry", [TABLE[i] for i in FEW], ids=lambda e: e["name"])
 def test_exact(entry: dict[str, Any], tmp_path: Path) -> None:
     """A small part of the table."""
-    assert differences(resolved(entry, tmp_path), tmp_path / "out") == []
+    assert differences(resolved(entry, tmp_path, STEPS), tmp_path / "out") == []
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("entry", TABLE, ids=lambda e: e["name"])
 def test_exact_everywhere(entry: dict[str, Any], tmp_path: Path) -> None:
     """The whole table."""
-    assert differences(resolved(entry, tmp_path), tmp_path / "out") == []
+    assert differences(resolved(entry, tmp_path, STEPS), tmp_path / "out") == []
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("entry", [TABLE[i] for i in ON_GLOO], ids=lambda e: e["name"])
 def test_exact_on_gloo(entry: dict[str, Any], tmp_path: Path) -> None:
     """With peers that answer: the same bytes and calls as without."""
-    assert differences(replace(resolved(entry, tmp_path), world="cpu"), tmp_path / "out") == []
+    assert differences(resolved(entry, tmp_path, STEPS, "cpu"), tmp_path / "out") == []
 
 
 def test_the_table_is_what_the_generator_makes() -> None:
