@@ -33,20 +33,36 @@ def interruptible() -> Iterator[Callable[[], None]]:
     if threading.current_thread() is not threading.main_thread():  # whoever started this thread keeps the signals
         yield check
         return
-    numbers = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) is not signal.SIG_IGN]
-    old = {number: signal.signal(number, stop) for number in numbers}
-    try:
+    with _handled(stop):
         yield check
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)
 
 
 @contextlib.contextmanager
 def deferred() -> Iterator[None]:
-    """SIGINT and SIGTERM that come inside are delivered at its end. For work of milliseconds."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    """SIGINT and SIGTERM that come inside are delivered at its end. For work of milliseconds.
+
+    A signal mask would not do: it is this thread's, the kernel hands the signal to another, and Python runs the handler
+    in the main one all the same.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came = list[int]()
+    try:
+        with _handled(lambda number, frame: came.append(number)):
+            yield
+    finally:
+        for number in came[:1]:
+            signal.raise_signal(number)
+
+
+@contextlib.contextmanager
+def _handled(handler: Callable[[int, Any], None]) -> Iterator[None]:
+    """SIGINT and SIGTERM go to `handler`, but those that are ignored, or that are not Python's."""
+    numbers = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) not in (signal.SIG_IGN, None)]
+    old = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for number, before in old.items():
+            signal.signal(number, before)
