@@ -8,15 +8,7 @@ from typing import Any
 
 from train_ledger.spec.errors import ConfigError
 from train_ledger.spec.run import Run
-
-#: Settings that are fields of `ParallelismConfig` by the same name.
-PIPELINE_KEYS = (
-    "pipeline_parallel_schedule",
-    "pipeline_parallel_layers_per_stage",
-    "pipeline_parallel_first_stage_less_layers",
-    "pipeline_parallel_last_stage_less_layers",
-    "module_fqns_per_model_part",
-)
+from train_ledger.spec.torchtitan_fields import local_batch_size, pipeline_fields
 
 TEMPLATE = '''"""{run}: {model}, {world_size} ranks, for torchtitan 0.3.0.
 
@@ -186,7 +178,7 @@ def module_text(run: Run) -> str:
         + f'adamw(r".*", {o.weight_decay})',
         warmup=o.lr_warmup_steps,
         min_lr_factor=o.min_lr / o.lr,
-        local_batch=_local_batch(run),
+        local_batch=local_batch_size(run),
         global_batch=run.global_batch,
         seq_length=run.seq_length,
         max_norm=o.clip_grad or 'float("inf")',
@@ -199,31 +191,13 @@ def module_text(run: Run) -> str:
         sequence=p.sequence_parallel,
         reshard=s["fsdp_reshard_after_forward"],
         backend=s["spmd_backend"],
-        pipeline="".join(f"\n            {k}={v!r}," for k, v in _pipeline(run).items()),
+        pipeline="".join(f"\n            {k}={v!r}," for k, v in pipeline_fields(run).items()),
         checkpoint={"none": None, "selective": "SelectiveAC.Config()", "full": "FullAC.Config()"}[
             s["activation_checkpoint"]
         ],
         log_freq=s["log_freq"],
         seed=run.seed,
     )
-
-
-def _local_batch(run: Run) -> int:
-    """Sequences that a rank takes at once; with stages, all micro-batches of one pass of the schedule."""
-    if run.parallel.pipeline_parallel == 1:
-        return run.micro_batch
-    return int(run.settings["local_batch_size"] or run.global_batch // run.parallel.data_parallel)
-
-
-def _pipeline(run: Run) -> dict[str, Any]:
-    """Fields that cut the model into stages; none without."""
-    if run.parallel.pipeline_parallel == 1:
-        return {}
-    return {
-        "pipeline_parallel_degree": run.parallel.pipeline_parallel,
-        "pipeline_parallel_microbatch_size": run.micro_batch,
-        **{key: run.settings[key] for key in PIPELINE_KEYS},
-    }
 
 
 def _rope(run: Run) -> dict[str, Any]:

@@ -10,8 +10,8 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
-from train_ledger.reconcile.compare import rank_ranges
 from train_ledger.reconcile.rows import CLEAN, UNCLAIMED
+from train_ledger.spec.groups import rank_ranges
 from train_ledger.spec.units import fmt_auto
 
 from . import style

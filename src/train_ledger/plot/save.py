@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +11,7 @@ import matplotlib
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
-from train_ledger.spec.io import file_mode
+from train_ledger.spec.io import whole_file
 
 from .style import style
 
@@ -43,11 +41,9 @@ def save(drawn: Drawn, folder: str | Path) -> None:
     Dates and the name of the program are left out of the metadata; ids in the SVG come from a fixed salt
     (matplotlib `backends/backend_svg.py:_make_id`), PDF has no other source of change.
     """
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    _save(drawn.name, drawn.figure, folder)
+    _save(drawn.name, drawn.figure, Path(folder))
     if drawn.column is not None:
-        _save(f"{drawn.name}_column", drawn.column, folder)
+        _save(f"{drawn.name}_column", drawn.column, Path(folder))
 
 
 def _save(name: str, figure: Figure, folder: Path) -> None:
@@ -60,17 +56,6 @@ def _save(name: str, figure: Figure, folder: Path) -> None:
         ):
             content = io.BytesIO()
             figure.savefig(content, format=kind, metadata=metadata, facecolor="white")
-            _write_bytes(folder / f"{name}.{kind}", content.getvalue())
+            with whole_file(folder / f"{name}.{kind}") as file:
+                file.write(content.getvalue())
     plt.close(figure)
-
-
-def _write_bytes(path: Path, content: bytes) -> None:
-    fd, tmp = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:50]}.", suffix=".tmp")
-    try:
-        with os.fdopen(fd, "wb") as f:
-            f.write(content)
-        os.chmod(tmp, file_mode())
-        os.replace(tmp, path)
-    except BaseException:
-        Path(tmp).unlink(missing_ok=True)
-        raise

@@ -11,7 +11,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch, Rectangle
 
-from train_ledger.reconcile.compare import rank_ranges
+from train_ledger.spec.groups import rank_ranges
 
 from . import style
 from .data import Results

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from train_ledger.spec.errors import DataError
+from train_ledger.spec.groups import rank_ranges
 from train_ledger.spec.io import write_json, write_text
 
 from . import rows
@@ -227,17 +228,6 @@ def _what(r: ResidentRow | CollectiveRow | LayoutRow) -> str:
         )
         return f"{r.op} {r.dtype} on {r.group}, step {r.step}: {r.verdict}, {figures}"
     return f"{r.kind} {r.name}: {r.verdict}, predicted {r.predicted or 'none'}, measured {r.measured or 'none'}"
-
-
-def rank_ranges(ranks: Iterable[int]) -> str:
-    """Ranks for a person: `0-3, 6`."""
-    out: list[list[int]] = []
-    for r in sorted(set(ranks)):
-        if out and r == out[-1][1] + 1:
-            out[-1][1] = r
-        else:
-            out.append([r, r])
-    return ", ".join(f"{a}-{b}" if b > a else str(a) for a, b in out)
 
 
 def summary_line(result: Reconciliation) -> str:

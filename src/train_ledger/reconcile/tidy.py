@@ -14,8 +14,6 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,7 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from train_ledger.spec.errors import DataError
-from train_ledger.spec.io import file_mode, validate
+from train_ledger.spec.io import validate, whole_file
 
 from .read import IDENTITY, RANK_SCHEMA, Launch, check_references, check_steps
 
@@ -69,26 +67,13 @@ def write_tidy(launch: Launch, out: str | Path) -> None:
     Raises:
         DataError: the file cannot be written there.
     """
-    out = Path(out)
     rows = [row for rank in launch.ranks for row in _rank_rows(rank)]
     table = pa.Table.from_pylist(rows, schema=COLUMNS)
     try:
-        _write_whole(table, out)
+        with whole_file(out) as f:
+            pq.write_table(table, f, write_page_checksum=True)
     except OSError as e:
         raise DataError(f"cannot be written: {e.strerror or e}", file=out) from e
-
-
-def _write_whole(table: pa.Table, out: Path) -> None:
-    out.parent.mkdir(parents=True, exist_ok=True)
-    fd, tmp = tempfile.mkstemp(dir=out.parent, prefix=f".{out.name[:50]}.", suffix=".tmp")
-    os.close(fd)
-    try:
-        pq.write_table(table, tmp, write_page_checksum=True)
-        os.chmod(tmp, file_mode())
-        os.replace(tmp, out)
-    except BaseException:
-        Path(tmp).unlink(missing_ok=True)
-        raise
 
 
 def read_tidy(file: str | Path) -> list[dict[str, Any]]:

@@ -8,8 +8,8 @@ from typing import Any
 
 from train_ledger.plot.data import Results, framework_title
 from train_ledger.plot.expected import HAND_ESTIMATE, predicted_figures
-from train_ledger.reconcile.compare import rank_ranges
 from train_ledger.spec.dtypes import ELEMENT_BYTES
+from train_ledger.spec.groups import rank_ranges
 from train_ledger.spec.model import ModelShape
 from train_ledger.spec.units import fmt, fmt_auto
 

@@ -10,8 +10,8 @@ import pandas as pd
 
 from train_ledger.plot.data import Results
 from train_ledger.plot.schedule import config_of
-from train_ledger.reconcile.compare import rank_ranges
 from train_ledger.reconcile.rows import CLEAN
+from train_ledger.spec.groups import rank_ranges
 from train_ledger.spec.hardware import datasheet_rate, flop_per_token
 
 from .tables import Column, Table

@@ -10,9 +10,9 @@ import pandas as pd
 from train_ledger.plot.data import Results
 from train_ledger.plot.resident import resident_frame
 from train_ledger.plot.traffic import traffic_frame
-from train_ledger.reconcile.compare import rank_ranges
 from train_ledger.reconcile.rows import FOREIGN_OWNERS
 from train_ledger.spec.dtypes import ELEMENT_BYTES
+from train_ledger.spec.groups import rank_ranges
 
 from .tables import Column, Table
 

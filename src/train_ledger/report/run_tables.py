@@ -10,7 +10,7 @@ from train_ledger.plot.lifeline import lanes, words
 from train_ledger.plot.placement import master_words
 from train_ledger.plot.schedule import pipelines
 from train_ledger.plot.text import shorten
-from train_ledger.reconcile.compare import rank_ranges
+from train_ledger.spec.groups import rank_ranges
 
 from .tables import Column, Table
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -68,3 +68,14 @@ def group_of(rank: int, sizes: Mapping[str, int], dims: Sequence[str]) -> tuple[
             for combo in itertools.product(*(range(sizes[n]) for n in inside))
         )
     )
+
+
+def rank_ranges(ranks: Iterable[int]) -> str:
+    """Ranks for a person: `0-3, 6`."""
+    out: list[list[int]] = []
+    for r in sorted(set(ranks)):
+        if out and r == out[-1][1] + 1:
+            out[-1][1] = r
+        else:
+            out.append([r, r])
+    return ", ".join(f"{a}-{b}" if b > a else str(a) for a, b in out)

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
+from .groups import rank_ranges
+
 #: What an equal part of a matrix is called.
 PARTS = {2: "half", 4: "quarter"}
 
@@ -106,11 +108,5 @@ def _elements(kept: Kept, full: int) -> str:
 
 def rank_words(ranks: Iterable[int]) -> str:
     """`rank 3`, `ranks 0-1, 4`."""
-    out: list[list[int]] = []
-    for r in sorted(set(ranks)):
-        if out and r == out[-1][1] + 1:
-            out[-1][1] = r
-        else:
-            out.append([r, r])
-    told = ", ".join(f"{a}-{b}" if b > a else str(a) for a, b in out)
-    return f"rank{'' if sum(b - a + 1 for a, b in out) == 1 else 's'} {told}"
+    each = set(ranks)
+    return f"rank{'' if len(each) == 1 else 's'} {rank_ranges(each)}"

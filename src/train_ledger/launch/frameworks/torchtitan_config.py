@@ -33,19 +33,11 @@ from train_ledger.launch import tokens
 from train_ledger.launch.schedule import lr_at
 from train_ledger.spec.model import ModelShape
 from train_ledger.spec.run import Optimizer, Run
+from train_ledger.spec.torchtitan_fields import local_batch_size, pipeline_fields
 
 #: On a slow machine a rank may wait long for the others; torchtitan's own 100 s after the first step are meant for
 #: GPUs.
 TIMEOUT_S = 3600
-
-#: Settings that are fields of `ParallelismConfig` by the same name.
-PIPELINE_KEYS = (
-    "pipeline_parallel_schedule",
-    "pipeline_parallel_layers_per_stage",
-    "pipeline_parallel_first_stage_less_layers",
-    "pipeline_parallel_last_stage_less_layers",
-    "module_fqns_per_model_part",
-)
 
 
 def trainer_config(run: Run) -> Trainer.Config:
@@ -62,7 +54,7 @@ def trainer_config(run: Run) -> Trainer.Config:
         optimizer=_adamw(run.optimizer),
         lr_scheduler=SharedSchedule.Config(optimizer=run.optimizer),
         training=TrainingConfig(
-            local_batch_size=_local_batch(run),
+            local_batch_size=local_batch_size(run),
             global_batch_size=run.global_batch,
             seq_len=run.seq_length,
             # clip_grad 0 means no clipping; torchtitan has no switch for it, but an infinite bound clips nothing.
@@ -81,31 +73,13 @@ def trainer_config(run: Run) -> Trainer.Config:
             enable_sequence_parallel=p.sequence_parallel,
             fsdp_reshard_after_forward=s["fsdp_reshard_after_forward"],
             spmd_backend=s["spmd_backend"],
-            **_pipeline(run),
+            **pipeline_fields(run),
         ),
         activation_checkpoint=checkpoint[s["activation_checkpoint"]],
         metrics=KeptMetrics.Config(log_freq=s["log_freq"], disable_color_printing=True),
         comm=CommConfig(init_timeout_seconds=TIMEOUT_S, train_timeout_seconds=TIMEOUT_S),
         debug=DebugConfig(seed=run.seed, enable_structured_logging=False),
     )
-
-
-def _local_batch(run: Run) -> int:
-    """Sequences that a rank takes at once: one micro-batch, or all of those of one pass of a pipeline schedule."""
-    if run.parallel.pipeline_parallel == 1:
-        return run.micro_batch
-    return int(run.settings["local_batch_size"] or run.global_batch // run.parallel.data_parallel)
-
-
-def _pipeline(run: Run) -> dict[str, Any]:
-    """Fields of `ParallelismConfig` that cut the model into stages; none without pipeline parallelism."""
-    if run.parallel.pipeline_parallel == 1:
-        return {}
-    return {
-        "pipeline_parallel_degree": run.parallel.pipeline_parallel,
-        "pipeline_parallel_microbatch_size": run.micro_batch,
-        **{key: run.settings[key] for key in PIPELINE_KEYS},
-    }
 
 
 def _loss(run: Run) -> BaseLoss.Config:

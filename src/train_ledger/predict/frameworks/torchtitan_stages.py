@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from train_ledger.spec.errors import ConfigError
 from train_ledger.spec.run import Run
+from train_ledger.spec.torchtitan_fields import local_batch_size
 
 #: Schedules that are modelled, and whether a rank holds several stages (torch/distributed/pipelining/schedules.py).
 SCHEDULES = {"1F1B": False, "GPipe": False, "Interleaved1F1B": True, "LoopedBFS": True}
@@ -113,16 +114,9 @@ def stage_of(run: Run, weight: str) -> int:
     raise ValueError(f"{weight} is on no stage")
 
 
-def local_batch(run: Run) -> int:
-    """Sequences of one pass of the schedule on one data-parallel replica (`TrainingConfig.local_batch_size`)."""
-    if run.parallel.pipeline_parallel == 1:
-        return run.micro_batch
-    return int(run.settings["local_batch_size"] or run.global_batch // run.parallel.data_parallel)
-
-
 def passes(run: Run) -> tuple[int, int]:
     """Passes of the schedule in a step, and micro-batches of one pass (`trainer.py:Trainer.__init__`)."""
-    each = local_batch(run) // run.micro_batch
+    each = local_batch_size(run) // run.micro_batch
     return run.num_micro_batches // each, each
 
 
@@ -245,7 +239,7 @@ def _check_names(run: Run, named: list[list[str]]) -> None:
 
 
 def _check_micro_batches(run: Run) -> None:
-    p, local = run.parallel, local_batch(run)
+    p, local = run.parallel, local_batch_size(run)
     key = "torchtitan.local_batch_size"
     if local % run.micro_batch:
         _refuse(
