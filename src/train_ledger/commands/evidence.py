@@ -21,6 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     keep.add_argument("launch", type=Path, metavar="LAUNCH_DIR", help="folder with run.json and the rank files")
     keep.add_argument("--set", type=Path, required=True, metavar="DIR", help="reference/<model>_<hardware>_<date>")
     keep.add_argument("--comparison", required=True, metavar="NAME", help="the comparison that was launched")
+    keep.add_argument("--world", choices=["cpu", "fake", "shared", "nccl"], help="the world that was launched in")
     keep.add_argument("--config", type=Path, default=Path("config"), metavar="DIR", help="folder of comparisons/")
     judge = part.add_parser("check", help="reconcile what is kept; ends with 1 if anything differs", allow_abbrev=False)
     judge.add_argument(
@@ -84,7 +85,7 @@ def _pack(args: argparse.Namespace) -> int:
     from train_ledger.spec.config import load_comparison
     from train_ledger.spec.errors import ConfigError
 
-    runs = load_comparison(args.comparison, args.config).runs
+    runs = load_comparison(args.comparison, args.config, world=args.world).runs
     name = args.launch.resolve().name
     if name not in runs:
         raise ConfigError(f"{name!r} is not a run of {args.comparison}; its runs: {', '.join(runs)}", key="LAUNCH_DIR")
