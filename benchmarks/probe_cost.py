@@ -3,9 +3,10 @@
     torchrun --standalone --nproc-per-node 1 benchmarks/probe_cost.py config/runs/megatron-1gpu.yaml --rounds 12
     python benchmarks/probe_cost.py config/runs/megatron-1gpu.yaml --model laptop       (on the CPU)
 
-Every round runs one step without a probe and one with each mode, in an order that rotates, so that drift of the clocks
-falls on all alike. Printed: the median of each mode, its ratio to the bare step in the same round (median of the
-ratios), and the difference of allocated device bytes after the step. The run must have a world of one rank.
+Every round runs one step without a probe and one with each mode. Orders alternate so that within rounds each mode comes
+after each other one equally often: a step that keeps the host busy leaves the GPU rested for the step that follows it.
+Printed: the median of each mode, its ratio to the bare step in the same round (median of the ratios and their
+quartiles), and the difference of allocated device bytes after the step. The run must have a world of one rank.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from train_ledger.probe import MemoryProbe
 from train_ledger.spec.config import load_run
 
 MODES = ("bare", "memory", "collectives", "lifeline")
+#: Positions in MODES, a row a round: a Latin square where each ordered pair of neighbours occurs once (Williams 1949).
+ORDERS = ((0, 1, 3, 2), (1, 2, 0, 3), (2, 3, 1, 0), (3, 0, 2, 1))
 
 
 def main() -> None:
@@ -38,7 +41,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path)
     parser.add_argument("--model")
-    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=12, help="a multiple of 4 balances the orders")
     parser.add_argument("--warm-up", type=int, default=4)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -57,7 +60,7 @@ def main() -> None:
         step += 1
         session.step(step)
     for i in range(args.rounds):
-        for mode in MODES[i % len(MODES) :] + MODES[: i % len(MODES)]:
+        for mode in (MODES[at] for at in ORDERS[i % len(ORDERS)]):
             step += 1
             took[mode].append(_time(session, run, step, mode))
             held[mode].add(torch.cuda.memory_allocated() if torch.cuda.is_available() else 0)
@@ -65,11 +68,14 @@ def main() -> None:
     bare = took["bare"]
     rows = []
     for mode in MODES:
-        ratio = statistics.median(t / b for t, b in zip(took[mode], bare, strict=True))
+        low, ratio, high = statistics.quantiles((t / b for t, b in zip(took[mode], bare, strict=True)), n=4)
+        median = statistics.median(took[mode])
         extra = max(held[mode]) - max(held["bare"])
-        rows.append({"mode": mode, "median_s": statistics.median(took[mode]), "ratio": ratio, "device_bytes": extra})
+        rows.append({"mode": mode, "median_s": median, "ratio": ratio, "ratio_quartiles": [low, high]})
+        rows[-1]["device_bytes"] = extra
         print(
-            f"{run.name:20} {mode:12} {rows[-1]['median_s'] * 1e3:10.3f} ms  x {ratio:.4f}  {extra:+d} B on the device"
+            f"{run.name:20} {mode:12} {median * 1e3:10.3f} ms  x {ratio:.4f} ({low:.4f} to {high:.4f})  "
+            f"{extra:+d} B on the device"
         )
     if args.json:
         record = {"run": run.name, "model": run.model.name, "rounds": args.rounds, "modes": rows, "times_s": took}

@@ -45,7 +45,7 @@ def test_evidence_from_gpus_stands_beside(tmp_path):
 
 
 def test_what_a_set_of_measurements_says_of_itself_is_told(tmp_path):
-    said = json.loads((ROOT / "reference/llama3.2-1b_2xh200_2026-11-29/provenance.json").read_text())
+    said = json.loads((ROOT / "reference/llama3.2-1b_2xh200_2026-11-30/provenance.json").read_text())
     folder = make_results(tmp_path / "laptop", {"run": "deepspeed"})
     evidence = [make_results(tmp_path / name, {"run": "deepspeed"}, on_gpu) for name in ("one", "two")]
     for each in evidence:
