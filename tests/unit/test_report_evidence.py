@@ -175,6 +175,16 @@ def test_losses_on_gpus_are_drawn_in_the_colours_of_the_page(tmp_path):
     assert first == style.run_styles(list(runs))
 
 
+def test_the_answer_at_full_size_is_of_the_largest_model(tmp_path):
+    large, small = (read_results(make_results(tmp_path / n, {"run": "deepspeed"}, on_gpu)) for n in ("large", "small"))
+    for results, model in ((large, "llama3.2-1b"), (small, "laptop")):
+        run = load_run(ROOT / "config/runs/deepspeed-zero3-dp8.yaml", overrides={"model": model})
+        results.runs[0]["config"] = run.to_dict()
+    assert [row["run"] for row in gpu_answer_table([small, large]).rows] == ["run"]
+    assert gpu_answer_table([small, large]).rows == gpu_answer_table([large]).rows
+    assert {row["model"] for row in evidence_table([small, large]).rows} == {"laptop", "llama3.2-1b"}
+
+
 def test_runs_of_two_folders_are_told_apart_in_the_answer(tmp_path):
     folder = make_results(tmp_path / "laptop", {"run": "deepspeed"})
     both = [make_results(tmp_path / name, {"run": "deepspeed"}, on_gpu) for name in ("one", "two")]

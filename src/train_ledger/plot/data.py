@@ -90,6 +90,12 @@ def framework_title(framework: str) -> str:
     return FRAMEWORKS[framework].title if framework in FRAMEWORKS else framework
 
 
+def run_size(run: Mapping[str, Any]) -> tuple[int, int]:
+    """How large a run of `Results.runs` is: width times layers of its model, then ranks."""
+    model = (run.get("config") or {}).get("model", {})
+    return int(model.get("hidden_size", 0)) * int(model.get("num_layers", 0)), int(run["world_size"])
+
+
 def read_results(folder: str | Path) -> Results:
     """A results folder, `results/<comparison>/`.
 

@@ -14,7 +14,7 @@ from matplotlib.patches import Patch
 from train_ledger.spec.units import fmt_auto
 
 from . import style
-from .data import Results, unit_for
+from .data import Results, run_size, unit_for
 from .runs import panel_titles
 from .save import Drawn
 from .text import plural, shorten
@@ -25,7 +25,7 @@ PHASES = (("backward", "#fdebc8"), ("optimizer", "#d8efe6"))
 
 
 def traces(sources: Sequence[Results]) -> list[tuple[Results, str, int, pd.DataFrame]]:
-    """Results, run, rank and events in order, for the lowest rank of each run that recorded them."""
+    """Results, run, rank and events in order, for the lowest rank of each run that recorded them; the largest first."""
     out = []
     for results in sources:
         frame = results["memory_events"]
@@ -34,7 +34,8 @@ def traces(sources: Sequence[Results]) -> list[tuple[Results, str, int, pd.DataF
             if not part.empty:
                 rank = int(part["rank"].min())
                 out.append((results, run, rank, part[part["rank"] == rank].sort_values("order")))
-    return out
+    sizes = {(id(results), r["run"]): run_size(r) for results in sources for r in results.runs}
+    return sorted(out, key=lambda trace: sizes[id(trace[0]), trace[1]], reverse=True)
 
 
 def peak_bytes(results: Results, run: str, rank: int) -> int | None:
@@ -57,7 +58,7 @@ def draw(sources: Sequence[Results]) -> list[Drawn]:
         f"{fmt_auto(peak_bytes(results, run, rank) or int(e['allocated_bytes'].max()))}"
         for results, run, rank, e in shown
     )
-    more = f" The first {MAX_PANELS} of {plural(len(found), 'run')}." if len(found) > MAX_PANELS else ""
+    more = f" The {MAX_PANELS} largest of {plural(len(found), 'run')}." if len(found) > MAX_PANELS else ""
     caption = (
         "Allocated bytes over one step, sampled wherever a module begins or ends; the dashed line is what was resident "
         "when the step began, the thin red line the true peak of the step: it falls between two samples, inside a "

@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from train_ledger.plot.data import Results, framework_title
+from train_ledger.plot.data import Results, framework_title, run_size
 from train_ledger.plot.lifeline import Lane, kept_apart, lanes
 from train_ledger.plot.placement import master_words, part_of_matrix, slices
 from train_ledger.plot.text import plural
@@ -172,9 +172,9 @@ def answer_table(results: Results) -> Table:
 
 
 def gpu_answer_table(evidence: Sequence[Results]) -> Table:
-    """The same of the runs whose weight was followed on GPUs; those of fewer ranks than the largest are left out."""
-    sizes = {id(e): max((int(r["world_size"]) for r in e.runs), default=0) for e in evidence}
-    largest = max(sizes.values(), default=0)
+    """The same of the runs whose weight was followed on GPUs; smaller models and worlds than the largest are out."""
+    sizes = {id(e): max(map(run_size, e.runs), default=(0, 0)) for e in evidence}
+    largest = max(sizes.values(), default=(0, 0))
     return _answers(
         "gpu_answer",
         "The same at full size on GPUs: what is kept or released depends on the shape and on thresholds",

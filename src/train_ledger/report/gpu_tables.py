@@ -34,6 +34,7 @@ def evidence_table(sources: Sequence[Results]) -> Table:
         f"On real GPUs ({devices}): bytes that PyTorch's allocator counts at a step boundary, and what explains them.",
         [
             Column("where", "results", "code"),
+            Column("model", "model", "code"),
             Column("run", "run", "code"),
             Column("world", "world", "code"),
             Column("gpu", "GPU"),
@@ -85,6 +86,7 @@ def _allocator_rows(results: Results, run: str) -> list[dict[str, Any]]:
     return [
         {
             "where": results.name,
+            "model": str(((found.get("config") or {}).get("model") or {}).get("name", "")),
             "run": run,
             "world": str(found.get("world", "")),
             "gpu": ", ".join(devices),
