@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from train_ledger.reconcile.compare import file_entry, reconcile_files, write
-from train_ledger.reconcile.read import read_launch
 from train_ledger.reconcile.tidy import write_tidy
 from train_ledger.spec.dtypes import ELEMENT_BYTES
+from train_ledger.spec.launched import read_launch
 from train_ledger.spec.registry import FRAMEWORKS
 
 CONFIG_SHA256 = "c0ffee" + "0" * 58

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from train_ledger.launch import failures, loop, processes, progress
+from train_ledger.launch.launcher import launch
 from train_ledger.launch.signals import interruptible
 from train_ledger.launch.worlds import WORLDS, Job, world
 from train_ledger.spec.config import load_comparison
@@ -177,6 +179,35 @@ def test_a_signal_that_python_drops_still_ends_the_launch(
         processes.run_forked(Job(run, (0,), tmp_path, 60, None, False, "cpu", None), lambda rank: pytest.fail("made"))
     assert dropped == [KeyboardInterrupt]
     assert signal.getsignal(number) is before
+
+
+def test_a_signal_that_an_inner_part_ate_is_told_when_it_ends() -> None:
+    """The outer one's check knows nothing of it: publishing would go on as if it had not come."""
+    reached = list[str]()
+
+    def parts() -> None:
+        with interruptible():
+            with interruptible():
+                with contextlib.suppress(KeyboardInterrupt):
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    for _ in range(1000):  # the handler runs between two of these
+                        pass
+                reached.append("the end of the inner part")
+            reached.append("the outer part")
+
+    with pytest.raises(KeyboardInterrupt):
+        parts()
+    assert reached == ["the end of the inner part"]
+
+
+def test_weights_of_another_model_are_refused_before_a_rank_starts(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "run_forked", lambda *_, **__: pytest.fail("ranks were started"))
+    for name, what in (("nope.safetensors", "cannot be read"), ("nope.json", "cannot be read")):
+        with pytest.raises(DataError, match=what):
+            launch(run, tmp_path / "out", weights=tmp_path / name)
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_ignored_signal_stays_ignored() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -23,6 +24,7 @@ from train_ledger.parity.difference import difference, exported
 from train_ledger.parity.problem import Problem, select
 from train_ledger.spec.errors import ConfigError, DataError
 from train_ledger.spec.io import read_json
+from train_ledger.spec.registry import FRAMEWORKS
 from train_ledger.spec.run import Optimizer, Parallel, Probe, Run
 from train_ledger.spec.steps import global_steps
 
@@ -58,8 +60,10 @@ def trained(order: Order = Order(2, 2), dtype: torch.dtype = torch.bfloat16, run
     return train(TINY, read, **{**common, **change}, dtype=dtype, order=order)
 
 
-def launched(folder: Path, run: Run, done: Trained, weights: bool = True) -> Path:
-    """What a launch of `run` on two ranks would have written, had it trained `done`."""
+def launched(
+    folder: Path, run: Run, done: Trained, weights: bool = True, change: Callable[[dict[str, Any]], None] | None = None
+) -> Path:
+    """What a launch of `run` on two ranks would have written, had it trained `done`; `change` of each rank's record."""
     folder.mkdir(parents=True)
     entries = []
     for rank in range(2):
@@ -69,11 +73,16 @@ def launched(folder: Path, run: Run, done: Trained, weights: bool = True) -> Pat
         ]
         identity = {"run": run.name, "framework": run.framework, "world": "cpu", "world_size": 2}
         identity["config_sha256"] = run.sha256()
-        record = {"schema": "train-ledger/rank/1", **identity, "rank": rank, "coords": {}, "versions": {}, "host": {}}
+        record = {"schema": "train-ledger/rank/1", **identity, "rank": rank, "coords": {}, "host": {}}
+        record |= {"versions": {FRAMEWORKS[run.framework].distribution: FRAMEWORKS[run.framework].version}}
         record |= {"device": {"type": "cpu"}, "groups": [], "steps": steps, "collectives": [], "lifeline": None}
         record |= {"census": {"step": run.steps, "containers": [], "other": []}}
-        (folder / f"rank{rank}.json").write_text(json.dumps(record))
-        entries.append({"rank": rank, "exit": 0, "file": f"rank{rank}.json", "sha256": ""})
+        if change:
+            change(record)
+        content = json.dumps(record)
+        (folder / f"rank{rank}.json").write_text(content)
+        sha256 = hashlib.sha256(content.encode()).hexdigest()
+        entries.append({"rank": rank, "exit": 0, "file": f"rank{rank}.json", "sha256": sha256})
         if weights:
             names = list(done.weights)[rank::2]
             write_weights(folder / f"weights{rank}.safetensors", {n: done.weights[n] for n in names})
@@ -213,24 +222,21 @@ def test_no_weights_fail_unless_they_were_not_asked_for(reference: Path, tmp_pat
 
 
 def test_missing_steps_are_a_failure(reference: Path, tmp_path: Path) -> None:
-    folder = launched(tmp_path / "one", RUN, trained())
-    for file in folder.glob("rank*.json"):
-        record = json.loads(file.read_text())
-        record["steps"][1]["loss"] = None
-        file.write_text(json.dumps(record))
+    folder = launched(tmp_path / "one", RUN, trained(), change=lambda record: record["steps"][1].update(loss=None))
     summary = make({"one": RUN}, {"one": folder}, reference, None, tmp_path / "out")
     assert summary["failures"] == ["one reports no loss of steps [2]"]
 
 
 def test_a_gradient_of_nothing_differs(reference: Path, tmp_path: Path) -> None:
     """A norm of 0 to divide by is a finding like another, and parity.json can hold it."""
-    runs = {name: replace(RUN, name=name) for name in ("alive", "dead")}
-    folders = {name: launched(tmp_path / name, run, trained()) for name, run in runs.items()}
-    for file in folders["dead"].glob("rank*.json"):
-        record = json.loads(file.read_text())
+
+    def dead(record: dict[str, Any]) -> None:
         for step in record["steps"]:
             step["grad_norm"] = step["grad_norm"] and 0.0
-        file.write_text(json.dumps(record))
+
+    runs = {name: replace(RUN, name=name) for name in ("alive", "dead")}
+    changes = {"alive": None, "dead": dead}
+    folders = {name: launched(tmp_path / name, run, trained(), change=changes[name]) for name, run in runs.items()}
     summary = make(runs, folders, reference, None, tmp_path / "out")
     assert any("grad_norm" in line for line in summary["failures"])
     assert json.loads((tmp_path / "out/parity.json").read_text())["failures"] == summary["failures"]
@@ -266,6 +272,11 @@ def test_wrong_files_are_refused_by_name(reference: Path, tmp_path: Path) -> Non
 
     assert "another model, seed, batch or optimizer" in refused("problem_sha256", replace(RUN, steps=2))
     refused("config_sha256", replace(RUN, micro_batch=2))
+    rank = folder / "rank1.json"
+    honest = rank.read_text()
+    rank.write_text(honest.replace('"loss": ', '"loss": 1'))
+    assert "changed afterwards" in refused("sha256")
+    rank.write_text(honest)
     file = folder / "weights1.safetensors"
     whole = file.read_bytes()
     file.write_bytes(whole[:-4])

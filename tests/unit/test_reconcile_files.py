@@ -15,10 +15,11 @@ from made_results import RUNS, made_run, make_results, write_launch
 
 from train_ledger.cli import main
 from train_ledger.reconcile.compare import difference_lines, reconcile_files, summary_line
-from train_ledger.reconcile.read import read_launch, read_prediction
+from train_ledger.reconcile.read import read_prediction
 from train_ledger.reconcile.tidy import read_tidy, write_tidy
 from train_ledger.spec.errors import DataError
 from train_ledger.spec.groups import rank_ranges
+from train_ledger.spec.launched import read_launch
 
 UNCLAIMED = {"dtype": "int64", "shape": [3], "bytes": 24, "count": 1, "device": "cpu"}
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import stage
 
-from train_ledger.reconcile.read import read_launch
 from train_ledger.reconcile.tidy import write_tidy
+from train_ledger.spec.launched import read_launch
 
 
 def main(launch_dir: str | Path, out: str) -> None:

@@ -129,7 +129,7 @@ def check_run(
     from train_ledger.reconcile.core import reconcile_rank
     from train_ledger.reconcile.facts import run_facts
     from train_ledger.reconcile.layout import reconcile_layout
-    from train_ledger.reconcile.read import read_launch
+    from train_ledger.spec.launched import read_launch
 
     recorded = 1 if step == "first" else steps
     run = replace(run, world=world, steps=steps, probe=replace(run.probe, collective_steps=(recorded,)))

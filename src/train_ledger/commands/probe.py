@@ -16,8 +16,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Writes the table; a file that is missing, truncated or of another run ends in a DataError."""
-    from train_ledger.reconcile.read import read_launch
     from train_ledger.reconcile.tidy import write_tidy
+    from train_ledger.spec.launched import read_launch
 
     write_tidy(read_launch(args.launch_dir), args.out)
     return 0

@@ -15,10 +15,10 @@ from typing import Any
 from train_ledger.predict import predict
 from train_ledger.predict.device import DEVICES, on_device
 from train_ledger.reconcile.compare import Reconciliation, reconcile_files, write
-from train_ledger.reconcile.read import Launch, read_launch
 from train_ledger.reconcile.tidy import write_tidy
 from train_ledger.spec.errors import ConfigError, DataError
 from train_ledger.spec.io import check_name, read_json, write_json
+from train_ledger.spec.launched import Launch, read_launch
 from train_ledger.spec.resolved import read_resolved
 from train_ledger.spec.run import Run
 

@@ -23,6 +23,7 @@ from train_ledger.spec.io import check_name, read_json, validate, write_json, wr
 from train_ledger.spec.run import Run
 
 from .signals import deferred, interruptible
+from .weights import open_weights
 from .worlds import WORLDS, Job, world
 
 SCHEMA = "train-ledger/launch/1"
@@ -60,6 +61,7 @@ def launch(
     Raises:
         LaunchError: a rank died, hung, failed or lost its numerics; no process is left.
         ConfigError: a world or a setting that cannot be.
+        DataError: weights that are missing or of another model.
     """
     check_name(run.name, file=run.source or None, key="name")
     if not 0 < timeout_s <= MAX_TIMEOUT_S:
@@ -68,11 +70,14 @@ def launch(
         raise ConfigError(f"{at_once} is less than 1 rank at a time", key="at-once")
     chosen = _chosen(run, ranks)
     module = world(run.world)
-    with interruptible():  # before ranks start too, while a store or a framework is awaited
+    if weights:
+        open_weights(weights, run.model)  # each rank would say the same, after the frameworks were loaded
+    with interruptible() as check:  # before ranks start too, while a store or a framework is awaited
         attempt = Attempt.begin(run, Path(out_dir))
         try:
             began = time.monotonic()
             module.run_ranks(Job(run, chosen, attempt.directory, timeout_s, weights, export, device, at_once))
+            check()
             attempt.publish(chosen, time.monotonic() - began)
         except LaunchError as e:
             raise attempt.keep_logs(e) from None

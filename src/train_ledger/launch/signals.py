@@ -35,6 +35,7 @@ def interruptible() -> Iterator[Callable[[], None]]:
         return
     with _handled(stop):
         yield check
+    check()  # within another `interruptible` that one's check knows nothing of what came here
 
 
 @contextlib.contextmanager

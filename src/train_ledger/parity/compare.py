@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from train_ledger.spec.errors import DataError
-from train_ledger.spec.io import read_json, write_json, write_text
+from train_ledger.spec.io import write_json, write_text
+from train_ledger.spec.launched import read_launch
 from train_ledger.spec.model import ModelShape, canonical_tensors
 from train_ledger.spec.run import Run
 from train_ledger.spec.steps import global_steps
@@ -80,12 +81,11 @@ def read_party(run: Run, launch_dir: Path, steps: Sequence[int]) -> Party:
         DataError: no finished launch; a rank file that is missing, truncated or of another configuration; a tensor
             that is truncated or of another shape.
     """
-    meta = read_json(launch_dir / "run.json", "train-ledger/launch/1", "launch")
-    if meta["config_sha256"] != run.sha256():
+    launch = read_launch(launch_dir)
+    if launch.meta["config_sha256"] != run.sha256():
         raise DataError("is of another configuration of this run", file=launch_dir / "run.json", key="config_sha256")
-    ranks = [read_json(launch_dir / entry["file"], "train-ledger/rank/1", "rank") for entry in meta["ranks"]]
-    combined = global_steps(ranks)
-    files = [launch_dir / f"weights{entry['rank']}.safetensors" for entry in meta["ranks"]]
+    combined = global_steps(launch.ranks)
+    files = [launch_dir / f"weights{rank['rank']}.safetensors" for rank in launch.ranks]
     files = [f for f in files if f.exists()]
     weights = exported(files, run.model) if files else None
     return Party(

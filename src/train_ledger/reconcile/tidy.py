@@ -23,8 +23,7 @@ import pyarrow.parquet as pq
 
 from train_ledger.spec.errors import DataError
 from train_ledger.spec.io import validate, whole_file
-
-from .read import IDENTITY, RANK_SCHEMA, Launch, check_references, check_steps
+from train_ledger.spec.launched import IDENTITY, RANK_SCHEMA, Launch, check_references, check_steps
 
 TABLE_SCHEMA = "train-ledger/probe/1"
 
