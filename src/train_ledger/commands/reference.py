@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -73,6 +74,7 @@ def make(
     from train_ledger.launch.reference import Order, train
     from train_ledger.launch.weights import generate, open_weights, write_weights
     from train_ledger.parity.difference import difference
+    from train_ledger.spec.errors import DataError
     from train_ledger.spec.io import write_json
 
     if device == "cpu":
@@ -80,7 +82,12 @@ def make(
     else:
         cuda_device(0)
     read = open_weights(weights, problem.model) if weights else generate(problem.model, problem.seed)
-    out_dir.mkdir(parents=True, exist_ok=True)  # where it cannot be, that is known before anything trains
+    # Where nothing can be written, that is known before anything trains.
+    try:
+        out_dir.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=out_dir).close()
+    except OSError as e:
+        raise DataError(f"cannot be written: {e.strerror or e}", file=out_dir) from e
     plan = [
         ("fp32", torch.float32, Order()),
         ("bf16", torch.bfloat16, Order()),

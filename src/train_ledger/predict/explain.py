@@ -84,7 +84,7 @@ def _count(calls: list[Collective]) -> int:
 def where(case: Case) -> str:
     """Where does one bf16 parameter live, when is it gathered, when released, and which GPU holds its fp32 master?"""
     run, w, parts = case.run, weight(case.run), slices(case.run)
-    if parts and case.rank is None:
+    if case.rank is None:
         case = Case(run, parts[0].ranks[0])
     gathers = case.calls("all_gather")
     n = f"all-gathers a step: {_count(gathers):,}, {fmt_auto(payload(gathers))}"
@@ -94,7 +94,7 @@ def where(case: Case) -> str:
     refreshed = "no other rank updates any of it"
     if run.parallel.data_parallel * run.parallel.context_parallel > 1:
         when = "in the next forward" if "forward" in phases else "after the step"
-        refreshed = f"updated values are gathered {when} ({n})"
+        refreshed = f"updated values are gathered {when} ({n})" if gathers else "every rank updates all of it itself"
     if run.framework == "torchtitan":
         life = f"an fp32 shard ({size} a rank), gathered as bf16 around each unit's forward and backward, then freed"
         life = f"{life} ({n})" if gathers else f"whole in fp32 on each rank ({size}), cast to bf16 where it is used"
@@ -103,9 +103,8 @@ def where(case: Case) -> str:
         life = f"a bf16 shard ({size} a rank), whole from its forward or backward on, then freed unless the prefetcher "
         life += f"has already come to its next use ({n}); small ones stay whole ({kept})"
     else:
-        life = f"whole in bf16 all the step, in flat buffers ({size} a rank); {refreshed}"
-    if not parts:
-        return f"{life}.\nIts fp32 master: in flat shares of the data-parallel group."
+        flat = run.framework == "megatron" or run.settings["zero_optimization"]["stage"] > 0
+        life = f"whole in bf16 all the step{', in flat buffers' if flat else ''} ({size} a rank); {refreshed}"
     s = parts[0]
     held = f"{w.name}{f' (in {own})' if (own := fused(run)) else ''}: {copies(parts)}" + (
         f", {s.numel:,} elements each" if s.count > 1 else f", {s.numel:,} elements"

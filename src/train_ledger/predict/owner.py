@@ -5,7 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 
-from train_ledger.predict.frameworks import megatron_layout, megatron_plan, torchtitan_layout, torchtitan_stages
+from train_ledger.predict.frameworks import (
+    deepspeed,
+    megatron_layout,
+    megatron_plan,
+    torchtitan_layout,
+    torchtitan_stages,
+)
 from train_ledger.spec.groups import coordinates
 from train_ledger.spec.model import CanonicalTensor, canonical_tensors
 from train_ledger.spec.placement import Kept, Slice
@@ -44,21 +50,18 @@ def slices(run: Run) -> list[Slice]:
     """The parts of that weight by tensor-parallel rank, who holds each, and who keeps which elements of its master.
 
     torchtitan's master is its fp32 parameter. Where Megatron's parameter is a fusion of several weights, elements of
-    the whole parameter are counted. Empty for a weight that no rule here places (DeepSpeed's stages below 3 keep shares
-    of flat groups).
+    the whole parameter are counted. Empty for a weight that no rule here places.
     """
     rule = {"megatron": _megatron, "deepspeed": _deepspeed, "torchtitan": _torchtitan}[run.framework]
     return rule(run, weight(run))
 
 
 def _deepspeed(run: Run, tensor: CanonicalTensor) -> list[Slice]:
-    """Stage 3: equal parts of each parameter (`partition_parameters.py:_partition_param`); else flat groups' shares."""
-    n = run.world_size
-    if run.settings["zero_optimization"]["stage"] < 3:
-        return []
-    part = -(-tensor.numel // n)
-    kept = tuple(Kept(r, min(part, tensor.numel - part * r), part * r) for r in range(n) if part * r < tensor.numel)
-    return [Slice(0, 1, tensor.numel, tuple(range(n)), kept)]
+    """Data parallelism alone: one slice. Where every rank keeps a whole master (stage 0), each is a copy of its own."""
+    found = deepspeed.master_shares(run, tensor.name)
+    whole = len(found) > 1 and all(numel == tensor.numel for _, numel, _ in found)
+    kept = tuple(Kept(rank, numel, first, (rank,) if whole else ()) for rank, numel, first in found)
+    return [Slice(0, 1, tensor.numel, tuple(range(run.world_size)), kept)]
 
 
 def _torchtitan(run: Run, tensor: CanonicalTensor) -> list[Slice]:
@@ -121,8 +124,8 @@ def _megatron(run: Run, tensor: CanonicalTensor) -> list[Slice]:
                 own, first = own + stop - begin, begin - start if first is None else first
         return Kept(rank, own, first, (c["tp"], (c["cp"] + plan.cp * c["dp"]) // shards))
 
-    # A norm is whole on every rank; matrices, and biases of a split output dimension, are cut.
-    whole = name.endswith("layernorm.weight") or "linear_proj.bias" in name or "linear_fc2.bias" in name
+    # Norms and positions are whole on every rank; other matrices, and biases of a split output dimension, are cut.
+    whole = "norm." in name or name.endswith(("position_embeddings.weight", "linear_proj.bias", "linear_fc2.bias"))
     return _by_slice(run.world_size, grid, 1 if whole else plan.tp, params[name], kept, stage)
 
 
@@ -130,6 +133,7 @@ def _megatron_parameter(plan: megatron_plan.Plan, name: str) -> tuple[int, megat
     """Pipeline stage, model chunk (with virtual stages a stage has several) and Megatron's name of a weight."""
     ends = {
         "model.embed_tokens.weight": (0, 0, "embedding.word_embeddings.weight"),
+        "model.embed_positions.weight": (0, 0, "embedding.position_embeddings.weight"),
         "model.norm.weight": (plan.pp - 1, -1, "decoder.final_layernorm.weight"),
         "lm_head.weight": (plan.pp - 1, -1, "output_layer.weight"),
     }

@@ -99,6 +99,22 @@ def rank_ledger(run: Run, rank: int, step: str = "steady") -> RankLedger:
     return RankLedger(rank, coords(run, rank), kept, sent)
 
 
+def master_shares(run: Run, name: str) -> tuple[tuple[int, int, int], ...]:
+    """(rank, elements, first element) of the ranks that keep some of a weight's fp32 master.
+
+    Stage 3 cuts each parameter in equal parts (runtime/zero/partition_parameters.py:_partition_param), the other stages
+    what lies flat: `deepspeed_zero12.shares`.
+    """
+    plan = _plan(run)
+    parameter = plan.trace.names.index(name)
+    if isinstance(plan, zero12.Zero12):
+        return zero12.shares(plan, parameter)
+    numel = plan.trace.numels[parameter]
+    part = -(-numel // run.world_size)
+    firsts = range(0, numel, part)
+    return tuple((rank, min(part, numel - first), first) for rank, first in enumerate(firsts))
+
+
 Plan = zero3.Zero3 | zero12.Zero12
 #: The last run and its plan. All ranks of a run are asked for one after the other, thousands of times.
 _last: tuple[Run, Plan] | None = None

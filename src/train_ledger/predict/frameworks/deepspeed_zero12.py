@@ -76,6 +76,27 @@ def own_numels(z: Zero12, rank: int) -> tuple[int, ...]:
     )
 
 
+def shares(z: Zero12, parameter: int) -> tuple[tuple[int, int, int], ...]:
+    """(rank, elements, first element) of the ranks that keep some of a parameter's fp32 master.
+
+    Parameters of a group lie one after the other in its flat buffer, which is cut in equal parts, whatever they cut
+    through (stage_1_and_2.py:get_data_parallel_partitions, bf16_optimizer.py:_setup_for_real_optimizer). Without ZeRO
+    each rank keeps the whole of it.
+    """
+    numel = z.trace.numels[parameter]
+    if z.stage == 0:
+        return tuple((rank, numel, 0) for rank in range(z.world_size))
+    number = next(i for i, group in enumerate(z.param_groups) if parameter in group)
+    group, part = z.param_groups[number], z.partition_numels[number]
+    start = sum(z.trace.numels[p] for p in group[: group.index(parameter)])
+    found = []
+    for rank in range(start // part, z.world_size):
+        begin, end = max(start, rank * part), min(start + numel, (rank + 1) * part)
+        if begin < end:
+            found.append((rank, end - begin, begin - start))
+    return tuple(found)
+
+
 @functools.lru_cache(maxsize=1024)
 def containers(z: Zero12, own: tuple[int, ...]) -> tuple[Container, ...]:
     """What a rank with `own` elements of each group keeps between steps."""
