@@ -298,7 +298,10 @@ def test_sweep_ranks_by_fit(capsys, monkeypatch):
     assert fits == sorted(fits, reverse=True)
     assert rows[0]["fits"]
     assert rows[0]["state_bytes"] + 20 * 10**9 <= 80 * 10**9
-    assert max(len(line) for line in run(capsys, *argv).splitlines()) <= 100
+    table = run(capsys, *argv).splitlines()
+    assert max(map(len, table)) <= 100
+    assert len(table[5:]) == len(set(table[5:])) == 10
+    assert len({line.split("1, 2")[0] for line in table[5:]}) == 10  # no two rows differ in the micro-batch alone
     assert "--top: 'x' is not a whole number" in run(capsys, *argv, "--top", "x", code=2)
     assert "--world-size: '-4' is not a whole" in run(capsys, *argv[:3], "--world-size=-4", *argv[5:], code=2)
 

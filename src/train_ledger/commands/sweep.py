@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
 
 from . import print_json
+
+if TYPE_CHECKING:
+    from train_ledger.predict.sweep import Swept
 
 HELP = "rank the layouts of a model on N ranks by whether they fit a device and by what they send (first order)"
 
@@ -25,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="bf16-fp32-grad",
         help="bf16-fp32-grad (Megatron), bf16 (DeepSpeed), fp32-mixed (torchtitan) or fp32",
     )
-    parser.add_argument("--top", metavar="K", default="10", help="layouts to show (default 10)")
+    parser.add_argument("--top", metavar="K", default="10", help="rows to show (default 10)")
     parser.add_argument(
         "--format", choices=["table", "json"], default="table", help="table for people, JSON for programs"
     )
@@ -50,7 +54,8 @@ def main(args: argparse.Namespace) -> int:
     layouts = grid(model, worlds, _count(args.global_batch, "--global-batch"), seq_length=seq)
     keep_free = 10**9 * _count(args.keep_free_gb, "--keep-free-gb", least=0)
     found = sweep(state, layouts, device.memory_bytes, keep_free_bytes=keep_free)
-    best = [int(i) for i in found.order[: _count(args.top, "--top")]]
+    top = _count(args.top, "--top")
+    best = [int(i) for i in found.order[:top]]
     if args.format == "json":
         print_json(
             [
@@ -70,16 +75,26 @@ def main(args: argparse.Namespace) -> int:
         f"{int(found.fits.sum()):,} keep {args.keep_free_gb} GB free of {device.title}, {fmt(device.memory_bytes)}\n"
         "First order: no padding, buffers or activations. Best first: fits, fewest ranks, least sent.\n"
     )
-    rows = [["ranks", "TP", "PP", "CP", "shard", "copies", "ZeRO", "batch", "state, GB", "sent, GB", "fits"]]
-    for i in best:
-        lay = layouts.layout(i)
-        degrees = (lay.tensor_parallel, lay.pipeline_parallel, lay.context_parallel, lay.shard, lay.replicate)
-        batch = f"{lay.micro_batch} x {lay.num_micro_batches}"
-        sizes = [f"{n / 1e9:,.3f}" for n in (int(found.state_bytes[i]), int(found.wire_bytes[i]))]
-        fits = "yes" if found.fits[i] else "no"
-        rows.append([f"{layouts.world_size[i]:,}", *map(str, degrees), str(lay.zero_stage), batch, *sizes, fits])
+    rows = [["ranks", "TP", "PP", "CP", "shard", "copies", "ZeRO", "micro-batch", "state, GB", "sent, GB", "fits"]]
+    for row, sizes in _alike(found, top):
+        rows.append([*row[:7], ", ".join(sizes), *row[7:]])
     print(columns(rows, ">" * 10 + "<"))
     return 0
+
+
+def _alike(found: Swept, top: int) -> list[tuple[tuple[str, ...], list[str]]]:
+    """The best `top` rows of the table, best first, each with the sizes of a micro-batch that come out the same."""
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for i in map(int, found.order):
+        lay = found.grid.layout(i)
+        degrees = (lay.tensor_parallel, lay.pipeline_parallel, lay.context_parallel, lay.shard, lay.replicate)
+        sizes = [f"{n / 1e9:,.3f}" for n in (int(found.state_bytes[i]), int(found.wire_bytes[i]))]
+        fits = "yes" if found.fits[i] else "no"
+        row = (f"{found.grid.world_size[i]:,}", *map(str, degrees), str(lay.zero_stage), *sizes, fits)
+        if row not in rows and len(rows) == top:
+            break
+        rows.setdefault(row, []).append(str(lay.micro_batch))
+    return list(rows.items())
 
 
 def _count(text: str, option: str, least: int = 1) -> int:
