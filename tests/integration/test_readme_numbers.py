@@ -130,7 +130,8 @@ def test_losses_of_all_three_at_full_size_and_beside_a_cpus_reference(kept):
     results, lines = kept
     assert f"differ by {largest_loss_difference(results['paper-shared'])} of the loss at most" in TEXT
     assert f"a reference trained on a CPU by {largest_loss_difference(results['parity'])}." in TEXT
-    assert "Twenty training steps at 1B" in TEXT
+    assert "Twenty training steps at 1B, sequence 1024" in TEXT
+    assert {r["config"]["seq_length"] for r in results["paper-shared"].runs} == {1024}
     assert len([line for line in lines if "3 runs and the reference agree over 20 steps" in line]) == 2
 
 
@@ -156,7 +157,7 @@ def test_what_the_probes_cost():
     quiet, busy = probe_costs(QUIET), probe_costs(BUSY)
     assert "The probes cost no device memory" in TEXT
     assert max(m["ratio"] for m in quiet if m["mode"] == "memory") < 1.001
-    assert "on a quiet host the memory probe costs less than 0.1% of a step" in TEXT
+    assert "On a quiet host the memory probe costs less than 0.1% of a step" in TEXT
     recording = [
         [100 * (m["ratio"] - 1) for m in modes if m["mode"] in {"collectives", "lifeline"}] for modes in (quiet, busy)
     ]

@@ -145,6 +145,31 @@ def test_explain_answers_every_question(capsys, path):
     assert max(len(line) for line in run(capsys, "explain", "where", path).splitlines()) <= 100
 
 
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("deepspeed-zero3-dp2", "reduces its gradients and gathers the parameters anew"),
+        ("deepspeed-zero2-dp2", "reduces its gradients; parameters are gathered once a step"),
+        ("torchtitan-hsdp2", "reduces its gradients; parameters stay whole on every rank"),
+        ("torchtitan-fsdp2", "reduces its gradients and gathers the parameters anew"),
+        ("megatron-dp2", "keeps whole gradients until the last micro-batch, and parameters are gathered once a step"),
+        ("torchtitan-1gpu", "over data parallel: nothing is sent."),
+        ("torchtitan-pp2", "over data parallel: nothing is sent."),
+    ],
+)
+def test_explain_accumulation_by_what_grows(capsys, name, told):
+    answer = " ".join(run(capsys, "explain", "accumulation", str(ROOT / f"config/runs/{name}.yaml")).split())
+    assert told in answer
+    assert ("Here" in answer) == ("nothing is sent" not in answer)
+
+
+@pytest.mark.parametrize(("policy", "told"), [("never", "kept until its backward"), ("always", "around each unit's")])
+def test_explain_where_says_when_fsdp_frees(capsys, policy, told):
+    file = str(ROOT / "config/runs/torchtitan-fsdp2.yaml")
+    argv = ["explain", "where", file, "--set", f"torchtitan.fsdp_reshard_after_forward={policy}"]
+    assert told in " ".join(run(capsys, *argv).split())
+
+
 def test_explain_from_the_numbers_of_the_run(capsys):
     assert "reduce_bucket_size" in run(capsys, "explain", "stages", DEEPSPEED)
     assert "2.00 times" in run(capsys, "explain", "twice", MEGATRON)
@@ -152,6 +177,7 @@ def test_explain_from_the_numbers_of_the_run(capsys):
     assert "16 bytes an element" in run(capsys, "explain", "per-parameter", DEEPSPEED)
     assert "2.997 GB -> 5.994 GB" in " ".join(run(capsys, "explain", "accumulation", DEEPSPEED).split())
     assert "1,498,482,688 counted, 1,235,814,400 trained" in run(capsys, "explain", "tied", DEEPSPEED)
+    assert "has no zero.Init" in run(capsys, "explain", "tied", MEGATRON)
     # Half of the followed weight's master is on each tensor-parallel rank, and all of a half on one data-parallel rank.
     told = " ".join(run(capsys, "explain", "where", MEGATRON).split())
     assert "half 1 on ranks 0, 2, half 2 on ranks 1, 3, 2,097,152 elements each" in told

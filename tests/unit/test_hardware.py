@@ -24,5 +24,8 @@ def test_a_tied_head_multiplies():
 
 def test_rates_are_known_by_the_drivers_name_only():
     assert datasheet_rate("NVIDIA H200") == datasheet_rate("NVIDIA H100 80GB HBM3") == 989e12
+    assert datasheet_rate("NVIDIA A100-SXM4-80GB") == 312e12
+    assert datasheet_rate("NVIDIA H100 PCIe") == 756e12
+    assert datasheet_rate("NVIDIA H200 of another kind") is None
     assert datasheet_rate("NVIDIA Tesla T4") is None
     assert datasheet_rate("") is None

@@ -29,8 +29,9 @@ class Figures:
 
 
 GB = 10**9
-#: What one expects by hand: 2 B a parameter in bf16, 4 B a gradient in fp32, 12 B of optimizer state, each over its
-#: degree; all-gather twice and reduce-scatter once a step; two of each a layer and direction for tensor parallelism.
+#: What one expects by hand. B a parameter, gradient and optimizer state: Megatron Core 2, 4 and 12 over data parallel,
+#: one reduce-scatter and one all-gather; ZeRO-3 2, 2 and 12, FSDP2 4, 4 and 8, all over the shards, two all-gathers and
+#: one reduce-scatter; two of each a layer and direction for tensor parallelism.
 HAND_ESTIMATE: dict[str, Figures] = {
     "megatron-tp2-pp2-dp2": Figures(
         *(75 * GB // 100, 15 * GB // 10, 225 * GB // 100, 0),

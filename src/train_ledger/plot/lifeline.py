@@ -98,7 +98,8 @@ def kept_apart(results: Results, lane: Lane) -> str:
     """Where the elements of a weight are whose own tensor is empty; empty text where that is not known.
 
     DeepSpeed ZeRO-3 keeps each rank's part as `ds_tensor`, a view of one flat buffer (deepspeed
-    `runtime/zero/stage3.py`: `lp_param_buffer`, made by `defragment`); its fp32 master is a copy of the same part
+    `runtime/zero/stage3.py`: `lp_param_buffer`, made by
+    `_create_fp16_partitions_with_defragmentation`); its fp32 master is a copy of the same part
     (`_create_fp32_partitions`).
     """
     held = results.of("resident", lane.run)

@@ -126,7 +126,10 @@ def draw(results: Results) -> list[Drawn]:
         told.append(f"{shorten(p.run, 40)}: {p.stages} stages{virtual}, {p.micro_batches} micro-batches")
         agree = all(p.agrees(s) for s in p.measured)
         seen = "not measured" if not p.measured else "measured as predicted" if agree else "measured in another order"
-        findings.append(f"{shorten(p.run, 40)} idles {100 * p.bubble_share:.1f}% of a step, order {seen}")
+        findings.append(
+            f"{shorten(p.run, 40)} would idle {100 * p.bubble_share:.1f}% of a step if all stages took equal time; "
+            f"order {seen}"
+        )
     alt = (
         "Time chart of forward and backward work of each pipeline stage, predicted, then in measured order. "
         f"{'; '.join(told)}."

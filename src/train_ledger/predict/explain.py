@@ -96,7 +96,12 @@ def where(case: Case) -> str:
         when = "in the next forward" if "forward" in phases else "after the step"
         refreshed = f"updated values are gathered {when} ({n})" if gathers else "every rank updates all of it itself"
     if run.framework == "torchtitan":
-        life = f"an fp32 shard ({size} a rank), gathered as bf16 around each unit's forward and backward, then freed"
+        life = f"an fp32 shard ({size} a rank), gathered as bf16 "
+        life += (
+            "around each unit's forward and backward, then freed"
+            if _reshards(run)
+            else "before its forward and kept until its backward is done, then freed"
+        )
         life = f"{life} ({n})" if gathers else f"whole in fp32 on each rank ({size}), cast to bf16 where it is used"
     elif run.framework == "deepspeed" and run.settings["zero_optimization"]["stage"] == 3:
         kept = fmt_auto(case.held("persisted_param"))
@@ -114,6 +119,12 @@ def where(case: Case) -> str:
     others = sorted(set(range(run.world_size)) - {r for p in parts for r in p.ranks})
     held += f"; not on {rank_words(others)} (other pipeline stages)" if others else ""
     return f"{life}.\n{held}. Its fp32 master: {masters(parts)}."
+
+
+def _reshards(run: Run) -> bool:
+    """Whether FSDP frees a unit after its forward: distributed/fsdp.py:get_fsdp_reshard_after_forward_policy."""
+    policy = run.settings["fsdp_reshard_after_forward"]
+    return bool(policy == "always" or (policy == "default" and run.parallel.pipeline_parallel == 1))
 
 
 def stages(case: Case) -> str:
@@ -196,19 +207,26 @@ def accumulation(case: Case) -> str:
     # torch's schedules want as many micro-batches as stages: a pipeline of torchtitan starts from the run's own.
     fewest = run.num_micro_batches if run.framework == "torchtitan" and run.parallel.pipeline_parallel > 1 else 1
     one, two = case.with_micro_batches(fewest), case.with_micro_batches(2 * fewest)
-    text, before, after = [], 0, 0
-    for op in ("all_gather", "reduce_scatter", "all_reduce"):
-        a, b = payload(one.calls(op)), payload(two.calls(op))
-        before, after = before + a, after + b
-        if b > after / 100:
-            text.append(f"{op} {fmt_auto(a)} -> {fmt_auto(b)}")
-    why = (
-        "each micro-batch gathers the parameters anew and reduces its gradients, as no rank keeps whole ones"
-        if after > 1.2 * before
-        else "each rank keeps whole gradients until the last micro-batch, and parameters are gathered once a step"
-    )
-    counts = f"From {fewest} to {2 * fewest} micro-batches"
-    return f"{counts}, over data parallel: {', '.join(text) or 'nothing is sent'}.\nHere {why}."
+    ops = ("all_gather", "reduce_scatter", "all_reduce")
+    sent = {op: (payload(one.calls(op)), payload(two.calls(op))) for op in ops}
+    total = sum(b for _, b in sent.values())
+    text = [f"{op} {fmt_auto(a)} -> {fmt_auto(b)}" for op, (a, b) in sent.items() if b > total / 100]
+    counts = f"From {fewest} to {2 * fewest} micro-batches, over data parallel"
+    if not text:
+        return f"{counts}: nothing is sent."
+    (gather, gathers), (scatter, scatters), (reduce, reduces) = sent.values()
+    again = gathers > 1.2 * gather
+    parameters = "are gathered once a step" if gathers else "stay whole on every rank"
+    if scatters + reduces > 1.2 * (scatter + reduce):
+        why = "each micro-batch reduces its gradients"
+        why += (
+            " and gathers the parameters anew, as no rank keeps whole ones" if again else f"; parameters {parameters}"
+        )
+    elif again:
+        why = "each micro-batch gathers the parameters anew; gradients are reduced once a step"
+    else:
+        why = f"each rank keeps whole gradients until the last micro-batch, and parameters {parameters}"
+    return f"{counts}: {', '.join(text)}.\nHere {why}."
 
 
 def pipeline(case: Case) -> str:
@@ -233,7 +251,9 @@ def pipeline(case: Case) -> str:
 
 def tied(case: Case) -> str:
     """Why are tied embeddings counted twice by zero.Init?"""
-    m = case.run.model
+    m, title = case.run.model, FRAMEWORKS[case.run.framework].title
+    if case.run.framework != "deepspeed":
+        return f"{title} has no zero.Init; it builds what it trains, {m.num_parameters:,} parameters here."
     once, both = (replace(m, tie_embeddings=t).num_parameters for t in (True, False))
     return (
         f"zero.Init counts and cuts each matrix as its module is built; head and embedding are tied afterwards: "

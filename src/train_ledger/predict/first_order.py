@@ -286,7 +286,8 @@ def terms(sizes: Sizes, b: Precision, moments: int, lay: Any) -> tuple[Any, Any,
     dp_scatter = reduced * (b.reduced * numel * (d - 1) // d)
     # Without ZeRO an all-reduce over all replicas; with HSDP (zero 3) one of each shard over the copies.
     dp_reduce = 2 * (zero == 0) * b.reduced * numel * (d * r - 1) // (d * r)
-    dp_reduce = dp_reduce + 2 * (zero >= 1) * b.reduced * numel * (r - 1) // (d * r)
+    # FSDP2 reduces over the copies after each scatter (_fsdp_collectives.py:foreach_reduce), so in every micro-batch.
+    dp_reduce = dp_reduce + 2 * reduced * (b.reduced * numel * (r - 1) // (d * r))
 
     act = lay.seq_length // cp * lay.micro_batch * sizes.hidden_size * 2  # one bf16 activation of this GPU's tokens
     sp = lay.sequence_parallel * (tp > 1)

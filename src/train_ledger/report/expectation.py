@@ -10,6 +10,7 @@ from train_ledger.plot.data import Results, framework_title
 from train_ledger.plot.expected import HAND_ESTIMATE, predicted_figures
 from train_ledger.spec.dtypes import ELEMENT_BYTES
 from train_ledger.spec.groups import rank_ranges
+from train_ledger.spec.ledger import STATE_CONTAINERS, ring_wire_bytes
 from train_ledger.spec.model import ModelShape
 from train_ledger.spec.units import fmt, fmt_auto
 
@@ -134,6 +135,17 @@ def _calls(prediction: Mapping[str, Any], select: Select) -> tuple[int, int]:
     return sum(c["count"] for c in found), payload
 
 
+def _wire(prediction: Mapping[str, Any], select: Select) -> int:
+    """Bytes that rank 0 sends in the calls that `select` takes, as the table counts them."""
+    sizes = {g["name"]: len(g["ranks"]) for g in prediction["groups"] if 0 in g["ranks"]}
+    sent = 0.0
+    for c in prediction["ranks"][0]["collectives"]:
+        if select(c):
+            payload = max(c["in_numel"], c["out_numel"]) * c["count"] * ELEMENT_BYTES[c["dtype"]]
+            sent += ring_wire_bytes(c["op"], sizes[c["group"]], payload)
+    return round(sent)
+
+
 def _model_bytes(prediction: Mapping[str, Any]) -> int:
     """Bytes of the whole model in bf16."""
     return 2 * ModelShape(**prediction["config"]["model"]).num_parameters
@@ -141,6 +153,17 @@ def _model_bytes(prediction: Mapping[str, Any]) -> int:
 
 def _container(prediction: Mapping[str, Any], name: str) -> int:
     return sum(c["bytes"] for c in prediction["ranks"][0]["containers"] if c["name"] == name)
+
+
+def _others(prediction: Mapping[str, Any]) -> str:
+    """Names of the containers that are no model state, largest first; those below a kilobyte together."""
+    sizes: dict[str, int] = {}
+    for c in prediction["ranks"][0]["containers"]:
+        if c["name"] not in STATE_CONTAINERS:
+            sizes[c["name"]] = sizes.get(c["name"], 0) + c["bytes"]
+    large = sorted((n for n in sizes if sizes[n] >= 1000), key=lambda n: -sizes[n])
+    few = sum(sizes[n] for n in sizes if sizes[n] < 1000)
+    return ", ".join([*large, f"{few} B of small ones"] if few else large)
 
 
 def explanations(paper: Results) -> list[Explanation]:
@@ -154,13 +177,15 @@ def _megatron(paper: Results) -> Iterator[Explanation]:
         return
     gathers, _ = _calls(p, lambda c: c["op"] == "all_gather" and c["group"] == "tp")
     scatters, _ = _calls(p, lambda c: c["op"] == "reduce_scatter" and c["group"] == "tp")
+    embedding, _ = _calls(p, lambda c: c["component"] == "embedding" and c["group"] == "tp")
     yield Explanation(
         "A",
         "Megatron Core gathers six times a layer, not four",
         "With sequence parallelism one expects two all-gathers and two reduce-scatters a layer in each direction. The "
         "backward of a column-parallel layer needs its whole input once more for the weight gradient, and gathers it "
-        "again instead of keeping it: six all-gathers and four reduce-scatters a layer and micro-batch. Rank 0 makes "
-        f"{gathers:,} all-gathers and {scatters:,} reduce-scatters on its tensor-parallel group in a step "
+        "again instead of keeping it: six all-gathers and four reduce-scatters a layer and micro-batch. The embedding "
+        f"on the first stage adds one of each a micro-batch, {embedding:,} calls in all. Rank 0 makes {gathers:,} "
+        f"all-gathers and {scatters:,} reduce-scatters on its tensor-parallel group in a step "
         "(megatron core/tensor_parallel/layers.py, LinearWithGradAccumulationAndAsyncCommunication.backward).",
     )
     _, sent = _calls(p, lambda c: c["op"] == "send")
@@ -168,8 +193,9 @@ def _megatron(paper: Results) -> Iterator[Explanation]:
         "B",
         "A pipeline stage sends shards, not whole activations",
         "Under sequence parallelism the activation between two stages is split over the tensor-parallel ranks, and "
-        f"each sends its own part: {fmt(sent)} a rank and step, half of what whole activations would be "
-        "(megatron core/pipeline_parallel/schedules.py, get_tensor_shapes).",
+        f"each sends its own part: {fmt(sent)} a rank and step, half of what whole activations would be. The estimate "
+        "has twice that: whole activations, or what is sent and what is received together (megatron "
+        "core/pipeline_parallel/schedules.py, get_tensor_shapes).",
     )
 
 
@@ -182,53 +208,69 @@ def _deepspeed(paper: Results) -> Iterator[Explanation]:
         "C",
         "ZeRO-3 keeps a bucket and the small parameters",
         "Sixteen bytes a parameter over the ranks is not all: the reduce bucket is allocated once and stays "
-        f"({bucket:,} B), and parameters below stage3_param_persistence_threshold stay whole on every rank "
-        f"({persisted:,} B; deepspeed runtime/zero/stage3.py, _setup_for_real_optimizer, and "
+        f"({bucket:,} B), and parameters of at most stage3_param_persistence_threshold elements stay whole on every "
+        f"rank ({persisted:,} B; deepspeed runtime/zero/stage3.py, _setup_for_real_optimizer, and "
         "runtime/zero/parameter_offload.py, mark_persistent_parameters).",
     )
+    ranks = p["world_size"]
     gathers, gathered = _calls(p, lambda c: c["op"] == "all_gather")
     scatters, scattered = _calls(p, lambda c: c["op"] == "reduce_scatter")
     yield Explanation(
         "D",
         "Gradient accumulation doubles the reduce-scatter",
         "Gradients are partitioned, so each of the two micro-batches of a step reduces all of them: "
-        f"{scatters:,} reduce-scatters with {fmt(scattered)} of payload a step, where one counts 3 GB for one pass "
+        f"{scatters:,} reduce-scatters with {fmt(scattered)} of payload a step. The estimate counts one pass; the "
+        f"other is {fmt(_wire(p, lambda c: c['op'] == 'reduce_scatter') // 2)} on the wire "
         "(deepspeed runtime/zero/stage3.py, __reduce_and_partition_ipg_grads).",
     )
     yield Explanation(
         "E",
-        "The all-gather does not double, and stage3_max_live_parameters does not cap it",
+        "The all-gather does not double, and stage3_max_live_parameters releases nothing",
         f"{gathers:,} all-gathers carry {fmt(gathered)} a step, {gathered / _model_bytes(p):.2f} times the bf16 model "
-        "and not four times (forward and backward of two micro-batches). The prefetcher runs through the recorded "
+        "and not four times (forward and backward of two micro-batches); on the wire that is "
+        f"{fmt(_wire(p, lambda c: c['op'] == 'all_gather'))}, where the estimate's two passes are "
+        f"{fmt(2 * _model_bytes(p) * (ranks - 1) // ranks)}. The prefetcher runs through the recorded "
         "order of uses ahead of the computation. What is still whole when it comes to its next use is passed over and "
         "kept for that use, so that a backward finds nearly all that its forward gathered; stage3_max_reuse_distance = "
         "1e9 elements keeps nothing beyond that here (deepspeed runtime/zero/partitioned_param_coordinator.py, "
-        "fetch_sub_module and __params_to_release). stage3_max_live_parameters = 1e9 bounds only what is prefetched "
-        "and releases nothing: in the second micro-batch all 1.498e9 parameters are live at once. The embedding stays "
+        "fetch_sub_module and __params_to_release). stage3_max_live_parameters = 1e9 bounds only what is prefetched: "
+        f"in the second micro-batch all {_model_bytes(p) // 2:,} parameters are live at once. The embedding stays "
         "gathered from one micro-batch to the next: its input is integer, so no backward hook releases it.",
     )
+
+
+def _is_fsdp_gather(call: Mapping[str, Any]) -> bool:
+    return bool(call["op"] == "all_gather" and call["dtype"] == "bfloat16" and call["group"] != "tp")
 
 
 def _torchtitan(paper: Results) -> Iterator[Explanation]:
     p = paper.predictions.get(TORCHTITAN)
     if p is None:
         return
-    recomputed, payload = _calls(p, lambda c: c["component"] == "recompute")
+    recomputed, _ = _calls(p, lambda c: c["component"] == "recompute")
     if recomputed:
+        again = fmt(_wire(p, lambda c: c["component"] == "recompute"))
         yield Explanation(
             "F",
             "Selective activation checkpointing repeats collectives",
-            "The forward of each layer runs again in the backward, and with it its tensor-parallel gathers and "
-            f"scatters: {recomputed:,} calls and {fmt(payload)} of payload a step that the estimate does not have "
-            "(torchtitan distributed/activation_checkpoint.py, SelectiveAC).",
+            "In the backward a layer's forward runs again but for what was saved: attention and every other matrix "
+            f"product. Its tensor-parallel gathers and scatters run again too, {recomputed:,} calls and {again} on the "
+            "wire. The list of what to save names a reduce-scatter, but the one of the DTensor backends; the default "
+            "backend, spmd_types, calls torch.distributed's own, which the list does not know. With the DTensor "
+            "backends the gathers alone would repeat (torchtitan distributed/activation_checkpoint.py, "
+            "_get_default_save_ops). What is left of the difference are the calls of the embedding and the final norm.",
         )
-    gathers, gathered = _calls(p, lambda c: c["op"] == "all_gather" and c["dtype"] == "bfloat16" and c["group"] != "tp")
+    gathers, _ = _calls(p, _is_fsdp_gather)
+    scatters, _ = _calls(p, lambda c: c["op"] == "reduce_scatter" and c["group"] != "tp")
+    third = _wire(p, lambda c: c["op"] == "all_gather" and c["component"] == "FSDP last") // 3
     yield Explanation(
         "G",
         "The last FSDP unit is gathered three times",
-        "The chunked loss calls the output layer on its own, which turns resharding of the last unit back on: "
-        f"{gathers:,} bf16 all-gathers with {fmt(gathered)} a step, instead of two for each unit (torchtitan "
-        "components/loss.py, lm_head.set_reshard_after_forward(True)).",
+        "Two gathers for each of the 18 units would be 36, and as a rule torchtitan keeps its last unit, final norm "
+        "and output layer, from its forward to its backward: 35. The chunked loss calls the output layer on its own "
+        f"and turns resharding of that unit back on: {gathers:,} bf16 all-gathers. The third of the last unit is "
+        f"{fmt(third)} on the wire. And there are {scatters:,} reduce-scatters, since the output layer's gradient is "
+        "reduced apart from the norm's (torchtitan components/loss.py, lm_head.set_reshard_after_forward(True)).",
     )
     yield Explanation(
         "I",
@@ -242,7 +284,7 @@ def _torchtitan(paper: Results) -> Iterator[Explanation]:
 
 def _general(paper: Results) -> Iterator[Explanation]:
     small = [
-        f"{framework_title(paper.framework(run))} {fmt_auto(predicted_figures(p).other_bytes)}"
+        f"{framework_title(paper.framework(run))} {fmt_auto(predicted_figures(p).other_bytes)} ({_others(p)})"
         for run, p in paper.predictions.items()
         if run in HAND_ESTIMATE
     ]
@@ -251,12 +293,12 @@ def _general(paper: Results) -> Iterator[Explanation]:
     yield Explanation(
         "H",
         "Buffers and caches are resident too",
-        "The estimate counts model state only. On rank 0 these come on top: " + ", ".join(small) + " (rotary tables, "
-        "Megatron Core's global memory buffer, step counters, the batch).",
+        f"The estimate counts model state only. On rank 0 these containers come on top: {'; '.join(small)}.",
     )
     yield Explanation(
         "J",
         "One torch for all three: 2.14.1, not 2.13.0",
-        "torchtitan 0.3.0 refuses its default SPMD backend on torch 2.13.0 and misses torch.distributed.set_timeout "
-        "there. Megatron Core 0.18.0 and DeepSpeed 0.19.2 give the same figures on both, so all three run on 2.14.1.",
+        "The fully_shard of torch 2.13.0 does not take the parameters of torchtitan 0.3.0's default SPMD backend, and "
+        "torch.distributed.set_timeout is missing there. Megatron Core 0.18.0 and DeepSpeed 0.19.2 give the same "
+        "figures on both, so all three run on 2.14.1.",
     )

@@ -174,12 +174,15 @@ def time_table(sources: Sequence[Results]) -> Table:
         "time",
         "Time of a steady step: median over steps, profiled parts median over ranks and recorded steps. MFU counts 6 "
         "operations for each matrix element and token and causal attention, no recomputation, as a share of what the "
-        f"GPU's datasheet states for dense bf16 ({_rates(sources)}), which no real matrix product reaches"
+        f"GPU's datasheet states for dense bf16 ({_rates(sources)})"
         + (
-            "; the measured rate is that of 8192 x 8192 bf16 products on the same GPU after the last step."
+            "; the measured rate is that of 8192 x 8192 bf16 products on the same GPU after the last step, in the same "
+            "process."
             if any(row["mfu_measured"] for row in rows)
             else ". What these GPUs reach in a matrix product was not measured."
-        ),
+        )
+        + " Baselines as configured here, not each framework at its best: Megatron Core without Transformer Engine and "
+        "its fusions, torchtitan without compilation, DeepSpeed with a plain Llama (it brings no model).",
         [
             Column("where", "results", "code"),
             Column("run", "run", "code"),

@@ -7,18 +7,24 @@ from typing import Any
 
 from .model import ModelShape
 
-#: Dense bf16 matrix rate, operations a second, by the first two words of the name that the driver gives.
+#: Dense bf16 matrix rate, operations a second, by the whole name that the driver gives: cards of one chip differ.
 BF16_FLOP_PER_S: dict[str, float] = {
-    "NVIDIA A100": 312e12,
-    "NVIDIA H100": 989e12,
+    "NVIDIA A100-SXM4-40GB": 312e12,
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA A100-PCIE-40GB": 312e12,
+    "NVIDIA A100 80GB PCIe": 312e12,
+    "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA H100 NVL": 835e12,
     "NVIDIA H200": 989e12,
+    "NVIDIA H200 NVL": 835e12,
     "NVIDIA B200": 2250e12,
 }
 
 
 def datasheet_rate(device_name: str) -> float | None:
     """Operations a second of that device, None where no datasheet is kept here."""
-    return BF16_FLOP_PER_S.get(" ".join(device_name.split()[:2]))
+    return BF16_FLOP_PER_S.get(device_name)
 
 
 def flop_per_token(config: Mapping[str, Any]) -> float:

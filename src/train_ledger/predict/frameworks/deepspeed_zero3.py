@@ -88,7 +88,13 @@ def containers(z: Zero3, own: int) -> tuple[Container, ...]:
         return Container(name, owner, dtype, own, padded - own, "cuda", rule, size)
 
     out = [
-        sharded("param", "framework", "bfloat16", f"{STAGE3}:defragment", ((2 * padded, 1),)),
+        sharded(
+            "param",
+            "framework",
+            "bfloat16",
+            f"{STAGE3}:DeepSpeedZeroOptimizer_Stage3._create_fp16_partitions_with_defragmentation",
+            ((2 * padded, 1),),
+        ),
         sharded("main_param", "framework", "float32", f"{STAGE3}:_create_fp32_partitions", fp32_blocks),
         sharded("exp_avg", "optimizer", "float32", "torch optim/adam.py:_init_group", fp32_blocks),
         sharded("exp_avg_sq", "optimizer", "float32", "torch optim/adam.py:_init_group", fp32_blocks),
