@@ -16,12 +16,12 @@ from train_ledger.spec.ledger import Collective, Container, merge_collectives
 
 from .deepspeed_model import GRAD, ModelTrace
 
-STAGE12 = "deepspeed runtime/zero/stage_1_and_2.py"
-BF16 = "deepspeed runtime/bf16_optimizer.py"
-UNFUSED = "deepspeed runtime/fp16/unfused_optimizer.py"
-ENGINE = "deepspeed runtime/engine.py"
-UTILS = "deepspeed runtime/utils.py"
-ADAM = "torch optim/adam.py:_init_group"
+STAGE12 = "deepspeed/runtime/zero/stage_1_and_2.py"
+BF16 = "deepspeed/runtime/bf16_optimizer.py"
+UNFUSED = "deepspeed/runtime/fp16/unfused_optimizer.py"
+ENGINE = "deepspeed/runtime/engine.py"
+UTILS = "deepspeed/runtime/utils.py"
+ADAM = "torch/optim/adam.py:Adam._init_group"
 DATA_PARALLEL = "data_parallel"
 #: Elements after which the engine's own all-reduce begins a new call (runtime/constants: MEMORY_OPT_ALLREDUCE_SIZE).
 ENGINE_BUCKET = 500_000_000
@@ -119,7 +119,7 @@ def containers(z: Zero12, own: tuple[int, ...]) -> tuple[Container, ...]:
             total,
             sum(whole) - total,
             "cuda",
-            f"{source}:flatten_dense_tensors_aligned",
+            f"{source}:{'_' if z.bf16_optimizer else ''}flatten_dense_tensors_aligned",
             _blocks(2 * n for n in whole),
         ),
         part("main_param", "framework", f"{source}:__init__"),

@@ -11,8 +11,8 @@ from train_ledger.spec.ledger import Container
 
 from .deepspeed_model import ModelTrace
 
-PARTITION = "deepspeed runtime/zero/partition_parameters.py"
-STAGE3 = "deepspeed runtime/zero/stage3.py"
+PARTITION = "deepspeed/runtime/zero/partition_parameters.py"
+STAGE3 = "deepspeed/runtime/zero/stage3.py"
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,8 +96,8 @@ def containers(z: Zero3, own: int) -> tuple[Container, ...]:
             ((2 * padded, 1),),
         ),
         sharded("main_param", "framework", "float32", f"{STAGE3}:_create_fp32_partitions", fp32_blocks),
-        sharded("exp_avg", "optimizer", "float32", "torch optim/adam.py:_init_group", fp32_blocks),
-        sharded("exp_avg_sq", "optimizer", "float32", "torch optim/adam.py:_init_group", fp32_blocks),
+        sharded("exp_avg", "optimizer", "float32", "torch/optim/adam.py:Adam._init_group", fp32_blocks),
+        sharded("exp_avg_sq", "optimizer", "float32", "torch/optim/adam.py:Adam._init_group", fp32_blocks),
         # torch keeps it on the CPU whatever the parameters are on.
         Container(
             "step",
@@ -106,7 +106,7 @@ def containers(z: Zero3, own: int) -> tuple[Container, ...]:
             len(groups),
             0,
             "cpu",
-            "torch optim/adam.py:_init_group",
+            "torch/optim/adam.py:Adam._init_group",
             ((4, len(groups)),),
         ),
         sharded(

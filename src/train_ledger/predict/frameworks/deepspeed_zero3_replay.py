@@ -133,7 +133,7 @@ class Replay:
 
     def _check_ints(self, length: int) -> None:
         """All ranks compare a list with rank 0's: its length, then its contents (zero/utils.py)."""
-        rule = "deepspeed runtime/zero/utils.py:assert_ints_same_as_other_ranks"
+        rule = "deepspeed/runtime/zero/utils.py:assert_ints_same_as_other_ranks"
         for numel in (1, length):
             self._call("broadcast", WORLD, "int64", numel, numel, "trace_check", "forward", rule)
 

@@ -11,6 +11,8 @@ from train_ledger.spec.ledger import Collective, merge_collectives
 from .megatron_layout import buffer, chunk_params
 from .megatron_plan import Chunk, Plan, chunks
 
+_CORE = "megatron/core"
+
 BF16, FP32 = "bfloat16", "float32"
 
 
@@ -42,8 +44,8 @@ def _tensor_parallel(plan: Plan, chunk: Chunk) -> Iterator[Collective]:
     """
     m, whole = plan.micro_batches, plan.activation
     part = whole // plan.tp
-    column = "tensor_parallel/layers.py:LinearWithGradAccumulationAndAsyncCommunication"
-    row = "tensor_parallel/mappings.py"
+    column = f"{_CORE}/tensor_parallel/layers.py:LinearWithGradAccumulationAndAsyncCommunication"
+    row = f"{_CORE}/tensor_parallel/mappings.py"
 
     def gather(count: int, component: str, phase: str, rule: str) -> Collective:
         return Collective("all_gather", "tp", BF16, part, whole, m * count, component, phase, rule)
@@ -111,7 +113,7 @@ def _tensor_parallel(plan: Plan, chunk: Chunk) -> Iterator[Collective]:
     if chunk.post:
         # Maximum, predicted logit and sum of exponentials, also where the group is one rank.
         tokens = plan.seq * plan.micro_batch
-        rule = "tensor_parallel/cross_entropy.py:_VocabParallelCrossEntropy.forward"
+        rule = f"{_CORE}/tensor_parallel/cross_entropy.py:_VocabParallelCrossEntropy.forward"
         yield Collective("all_reduce", "tp", FP32, tokens, tokens, 3 * m, "loss", "forward", rule)
 
 
@@ -136,7 +138,7 @@ def _context_parallel(plan: Plan, chunk: Chunk) -> Iterator[Collective]:
     again, _ = recomputed_layers(plan, chunk)
     if plan.recompute == "selective" and "core_attn" in plan.recompute_modules:
         again = chunk.layers
-    rule = "tensor_parallel/mappings.py:_GatherFromSequenceParallelRegion"
+    rule = f"{_CORE}/tensor_parallel/mappings.py:_GatherFromSequenceParallelRegion"
     for layers, phase in ((chunk.layers, "forward"), (again, "backward")):
         count = 2 * layers * plan.micro_batches
         yield Collective("all_gather", "cp", BF16, part, part * plan.cp, count, "attention", phase, f"{rule}.forward")
@@ -148,7 +150,7 @@ def _context_parallel(plan: Plan, chunk: Chunk) -> Iterator[Collective]:
 
 def _data_parallel(plan: Plan, chunk: Chunk, stage: int, first: bool) -> Iterator[Collective]:
     """One reduction of gradients and, with the distributed optimizer, one gathering of parameters a bucket."""
-    where = "distributed/param_and_grad_buffer.py:_ParamAndGradBucketGroup"
+    where = f"{_CORE}/distributed/param_and_grad_buffer.py:_ParamAndGradBucketGroup"
     # Later stages and interleaved chunks reduce all at once after their backward (megatron/training,
     # align_grad_reduce).
     overlapped = plan.overlap_grad_reduce and not first and stage == 0 and plan.vp == 1
@@ -195,8 +197,8 @@ def _pipeline(plan: Plan, held: tuple[Chunk, ...], stage: int) -> Iterator[Colle
         return
     onward = plan.micro_batches * sum(not chunk.post for chunk in held)
     back = plan.micro_batches * sum(not chunk.pre for chunk in held)
-    batched = "pipeline_parallel/p2p_communication.py:_batched_p2p_ops"
-    single = "pipeline_parallel/p2p_communication.py:_p2p_ops"
+    batched = f"{_CORE}/pipeline_parallel/p2p_communication.py:_batched_p2p_ops"
+    single = f"{_CORE}/pipeline_parallel/p2p_communication.py:_p2p_ops"
     sending = receiving = "pp"
     if plan.vp > 1 and plan.pp == 2:
         sending, receiving = ("pp", "world") if stage == 0 else ("world", "pp")
@@ -208,7 +210,7 @@ def _pipeline(plan: Plan, held: tuple[Chunk, ...], stage: int) -> Iterator[Colle
 
 def _finalize(plan: Plan, held: tuple[Chunk, ...], stage: int) -> Iterator[Collective]:
     """What happens once between backward and the optimizer."""
-    where = "distributed/finalize_model_grads.py"
+    where = f"{_CORE}/distributed/finalize_model_grads.py"
     if plan.tp > 1:
         numel = sum(p.numel for chunk in held for p in chunk_params(plan, chunk) if p.tp_reduced)
         if numel:
@@ -229,5 +231,5 @@ def _finalize(plan: Plan, held: tuple[Chunk, ...], stage: int) -> Iterator[Colle
         )
     # With clipping turned off too: the chained optimizer always asks for the norm.
     group = "intra_dist_opt" if plan.distributed_optimizer else "mp"
-    rule = "optimizer/optimizer.py:ChainedOptimizer.get_grad_norm"
+    rule = f"{_CORE}/optimizer/optimizer.py:ChainedOptimizer.get_grad_norm"
     yield Collective("all_reduce", group, FP32, 1, 1, 1, "grad_norm", "optimizer", rule)

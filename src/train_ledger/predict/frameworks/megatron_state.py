@@ -12,6 +12,8 @@ from train_ledger.spec.ledger import Container
 from .megatron_layout import buffer, chunk_params, owned
 from .megatron_plan import Plan, chunks
 
+_CORE = "megatron/core"
+
 
 def containers(plan: Plan, stage: int, shard: int) -> tuple[Container, ...]:
     """Containers of a rank of pipeline stage `stage` that is number `shard` among the ranks that share its optimizer
@@ -54,12 +56,14 @@ def _buffers(plan: Plan, stage: int) -> tuple[Container, ...]:
     layouts = [buffer(plan, chunk) for chunk in chunks(plan, stage)]
     pad = sum(b.numel - b.real_numel for b in layouts)
     flat = Counter(b.numel for b in layouts)
-    rule = "distributed/param_and_grad_buffer.py:_ParamAndGradBuffer.__init__"
+    rule = f"{_CORE}/distributed/param_and_grad_buffer.py:_ParamAndGradBuffer.__init__"
     if plan.distributed_optimizer:
         param = _container("param", "framework", "bfloat16", flat, rule, pad)
     else:
         single = Counter(p.numel for chunk in chunks(plan, stage) for p in chunk_params(plan, chunk))
-        param = _container("param", "framework", "bfloat16", single, "transformer/module.py:Float16Module.__init__")
+        param = _container(
+            "param", "framework", "bfloat16", single, f"{_CORE}/transformer/module.py:Float16Module.__init__"
+        )
     return (param, _container("grad", "framework", plan.grad_dtype, flat, rule, pad))
 
 
@@ -70,27 +74,31 @@ def _optimizer(plan: Plan, stage: int, shard: int) -> tuple[Container, ...]:
     for chunk in chunks(plan, stage):
         pieces.update(owned(plan, chunk, shard))
     main = (
-        "optimizer/distrib_optimizer.py:_build_model_and_main_param_groups"
+        f"{_CORE}/optimizer/distrib_optimizer.py:_build_model_and_main_param_groups"
         if plan.distributed_optimizer
-        else "optimizer/optimizer.py:Float16OptimizerWithFloat16Params.__init__"
+        else f"{_CORE}/optimizer/optimizer.py:Float16OptimizerWithFloat16Params.__init__"
     )
     out = [
         _container("main_param", "framework", "float32", pieces, main),
-        _container("exp_avg", "optimizer", "float32", pieces, "torch/optim/adam.py:_init_group"),
-        _container("exp_avg_sq", "optimizer", "float32", pieces, "torch/optim/adam.py:_init_group"),
+        _container("exp_avg", "optimizer", "float32", pieces, "torch/optim/adam.py:Adam._init_group"),
+        _container("exp_avg_sq", "optimizer", "float32", pieces, "torch/optim/adam.py:Adam._init_group"),
         _container(
             "step",
             "optimizer",
             "float32",
             {1: pieces.total()} if pieces else {},
-            "torch/optim/adam.py:_init_group",
+            "torch/optim/adam.py:Adam._init_group",
             device="cpu",
         ),
     ]
     if plan.grad_dtype != "float32":
         # `.float()` of an fp32 gradient is the gradient itself; of a bf16 one it is a copy that lives until the next
         # zero_grad.
-        copy = "optimizer/distrib_optimizer.py" if plan.distributed_optimizer else "optimizer/optimizer.py"
+        copy = (
+            f"{_CORE}/optimizer/distrib_optimizer.py"
+            if plan.distributed_optimizer
+            else f"{_CORE}/optimizer/optimizer.py"
+        )
         out.append(_container("main_grad", "framework", "float32", pieces, f"{copy}:_copy_model_grads_to_main_grads"))
     return tuple(out)
 
@@ -101,17 +109,25 @@ def _rest(plan: Plan, stage: int) -> tuple[Container, ...]:
     held = chunks(plan, stage)
     out = [
         _container(
-            "loss_scale", "framework", "float32", {1: 1}, "optimizer/optimizer.py:MixedPrecisionOptimizer.__init__"
+            "loss_scale",
+            "framework",
+            "float32",
+            {1: 1},
+            f"{_CORE}/optimizer/optimizer.py:MixedPrecisionOptimizer.__init__",
         )
     ]
     # A constant of a class, made when Megatron Core is imported.
-    mtp = "transformer/multi_token_prediction.py:MTPLossAutoScaler"
+    mtp = f"{_CORE}/transformer/multi_token_prediction.py:MTPLossAutoScaler"
     out.append(_container("mtp_loss_scale", "framework", "float32", {1: 1}, mtp, device="cpu"))
     scratch = _scratch_numel(plan)
     if scratch:
         out.append(
             _container(
-                "global_memory_buffer", "framework", "bfloat16", {scratch: 1}, "utils.py:GlobalMemoryBuffer.get_tensor"
+                "global_memory_buffer",
+                "framework",
+                "bfloat16",
+                {scratch: 1},
+                f"{_CORE}/utils.py:GlobalMemoryBuffer.get_tensor",
             )
         )
     receiving = sum(not chunk.pre for chunk in held)
@@ -123,11 +139,11 @@ def _rest(plan: Plan, stage: int) -> tuple[Container, ...]:
                 "framework",
                 "bfloat16",
                 {plan.boundary: 2 * receiving},
-                "transformer/transformer_block.py:set_input_tensor",
+                f"{_CORE}/transformer/transformer_block.py:set_input_tensor",
             )
         )
     if plan.rope:
-        cache = "models/common/embeddings/rotary_pos_embedding.py:RotaryEmbedding"
+        cache = f"{_CORE}/models/common/embeddings/rotary_pos_embedding.py:RotaryEmbedding"
         out.append(
             _container("rope_cache", "model", "float32", {plan.seq * plan.head_dim: len(held)}, f"{cache}.forward")
         )

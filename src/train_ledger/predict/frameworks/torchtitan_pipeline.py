@@ -213,7 +213,7 @@ def received(run: Run, rank: int) -> Iterator[Container]:
     mine = held(run, pp_rank(run, rank))
     for name, count, method in (
         ("received_activation", sum(stage.index > 0 for stage in mine), "_setup_forward_recv_info"),
-        ("received_grad", sum(stage.index < num_stages(run) - 1 for stage in mine), "_setup_backward_recv_info"),
+        ("received_grad", sum(stage.index < num_stages(run) - 1 for stage in mine), "_create_grad_recv_info"),
     ):
         if count:
             blocks = ((numel * element_bytes(dtype), count * each),)
