@@ -15,6 +15,10 @@ import pytest
 from train_ledger import cli
 from train_ledger.commands.evidence import check
 from train_ledger.evidence.store import find_sets
+from train_ledger.plot.data import read_results
+from train_ledger.plot.make import all_figures
+from train_ledger.predict.device import find_device
+from train_ledger.report.build import build_report
 from train_ledger.spec.errors import DataError
 
 REFERENCE = Path(__file__).parents[2] / "reference"
@@ -148,6 +152,56 @@ def test_a_byte_too_many_and_a_call_too_few_are_seen(copied, tmp_path):
     _, differs = check(copied, tmp_path / "out")
     assert any("grad" in line for line in differs)
     assert len(differs) >= 2
+
+
+def test_the_h200_has_the_memory_that_was_measured(judged):
+    out, _, _ = judged
+    found = {json.loads(file.read_text())["device"]["memory_bytes"] for file in out.glob("*/*/launch/*/rank0.json")}
+    assert found == {find_device("h200").memory_bytes}
+
+
+def test_the_report_of_every_kept_comparison(judged):
+    """Also of runs that gather nothing, and with all that is kept beside it."""
+    out, _, _ = judged
+    folders = [out / where for where in sorted(RANKS)]
+    for folder in folders:
+        assert "0 bytes, 0 calls unexplained" in build_report(folder, evidence_dirs=folders).read_text(encoding="utf-8")
+
+
+def test_the_parity_figure_at_full_size_is_of_the_largest_model(judged):
+    out, _, _ = judged
+    kept = [read_results(out / where) for where in (f"{SMALL}/parity", f"{ONE}/paper-shared")]
+    drawn = {figure.name: figure for figure in all_figures(kept[0], evidence=kept)}
+    assert "paper-shared/parity/losses.csv" in drawn["parity_gpu"].caption
+
+
+def test_packing_gives_the_same_bytes_and_replaces_nothing(judged, tmp_path, capsys):
+    out, _, _ = judged
+    launch = out / ONE / "one-gpu" / "launch" / "megatron-1gpu"
+    argv = ["evidence", "pack", str(launch), "--comparison", "one-gpu", "--set"]
+    new = tmp_path / "reference" / "new"
+    assert cli.main([*argv, str(new)]) == 0
+    assert "provenance.json is new" in capsys.readouterr().out
+    assert json.loads((new / "provenance.json").read_text())["hardware"].startswith("NVIDIA H200")
+    for file in (REFERENCE / ONE / "one-gpu" / "megatron-1gpu").iterdir():
+        assert (new / "one-gpu" / "megatron-1gpu" / file.name).read_bytes() == file.read_bytes()
+    assert cli.main([*argv, str(new)]) == 0
+    assert cli.main(["evidence", "check", str(new.parent)]) == 0
+
+    def refused(what: str, *command: str) -> None:
+        assert cli.main(["evidence", *command]) == 2
+        assert what in capsys.readouterr().err
+
+    (new / "one-gpu" / "megatron-1gpu" / "run.json").write_text("{}")
+    refused("is kept there already", *argv[1:], str(new))
+    provenance = json.loads((new / "provenance.json").read_text())
+    (new / "provenance.json").write_text(json.dumps(provenance | {"hardware": "a toaster"}))
+    shutil.rmtree(new / "one-gpu")
+    refused("was on 'NVIDIA H200'", *argv[1:], str(new))
+    assert not (new / "one-gpu").exists()
+    shutil.copytree(REFERENCE / ONE / "one-gpu", new / "one-gpu")
+    (new / "provenance.json").unlink()
+    refused("provenance.json: is missing", "check", str(new.parent))
 
 
 def test_a_changed_file_is_refused(copied, tmp_path, capsys):

@@ -8,11 +8,13 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from train_ledger.launch import failures, loop, processes, progress
+from train_ledger import cli
+from train_ledger.launch import failures, launcher, loop, processes, progress
 from train_ledger.launch.launcher import launch
 from train_ledger.launch.signals import interruptible
 from train_ledger.launch.worlds import WORLDS, Job, world
@@ -219,3 +221,45 @@ def test_an_ignored_signal_stays_ignored() -> None:
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def finished(folder: Path, run: Run, ranks: Sequence[int]) -> None:
+    """What a launch leaves, as far as a later one reads it."""
+    entries = [{"rank": r, "exit": 0, "file": f"rank{r}.json", "sha256": "0" * 64} for r in ranks]
+    kept = {"run": run.name, "framework": run.framework, "world": "cpu", "world_size": len(ranks), "wall_s": 1.0}
+    kept |= {"schema": "train-ledger/launch/1", "config_sha256": run.sha256(), "ranks": entries}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "run.json").write_text(json.dumps(kept))
+    for r in ranks:
+        for name in (f"rank{r}.json", f"rank{r}.log", f"weights{r}.safetensors"):
+            (folder / name).write_text("measured")
+
+
+def test_a_finished_launch_of_another_configuration_is_not_replaced(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(launcher, "launch", lambda *_, **__: None)
+    file = str(ROOT / "config/runs/megatron-tp2-pp2-dp2.yaml")
+    argv = ["launch", file, "--comparison", "laptop", "--out", str(tmp_path / "out")]
+    finished(tmp_path / "out", run, range(8))
+    assert cli.main(argv) == 0
+    for other in (
+        [*argv, "--set", "steps=3"],
+        ["launch", file.replace("megatron-tp2-pp2-dp2", "megatron-dp2"), *argv[4:]],
+    ):
+        assert cli.main(other) == 2
+        assert f"{tmp_path / 'out'}: holds a finished launch of" in capsys.readouterr().err
+
+
+def test_only_files_of_the_older_launch_make_way(run: Run, tmp_path: Path) -> None:
+    finished(tmp_path, run, range(4))
+    for name in ("rank99.json", "weights99.safetensors", "thesis.txt", "weights.safetensors"):
+        (tmp_path / name).write_text("mine")
+    attempt = launcher.Attempt.begin(run, tmp_path)
+    finished(attempt.directory, run, range(2))
+    attempt._move(range(2))
+    left = {f.name for f in tmp_path.iterdir() if f.is_file() and f.name != launcher.CLAIM}
+    ours = {f"rank{r}.{kind}" for r in range(2) for kind in ("json", "log")} | {
+        f"weights{r}.safetensors" for r in range(2)
+    }
+    assert left == ours | {"run.json", "rank99.json", "weights99.safetensors", "thesis.txt", "weights.safetensors"}

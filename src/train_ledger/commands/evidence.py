@@ -81,7 +81,7 @@ def check(root: str | Path, out: Path) -> tuple[list[str], list[str]]:
 
 
 def _pack(args: argparse.Namespace) -> int:
-    from train_ledger.evidence.store import pack
+    from train_ledger.evidence.store import PROVENANCE, pack
     from train_ledger.spec.config import load_comparison
     from train_ledger.spec.errors import ConfigError
 
@@ -89,5 +89,8 @@ def _pack(args: argparse.Namespace) -> int:
     name = args.launch.resolve().name
     if name not in runs:
         raise ConfigError(f"{name!r} is not a run of {args.comparison}; its runs: {', '.join(runs)}", key="LAUNCH_DIR")
+    new = not (args.set / PROVENANCE).is_file()
     print(pack(args.launch, runs[name], args.set, args.comparison))
+    if new:
+        print(f"{args.set / PROVENANCE} is new: say in it what the machine was and what a reader must know")
     return 0

@@ -14,7 +14,12 @@ HELP = "run a framework's ranks and record what each keeps and sends"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the command."""
     add_run_arguments(parser)
-    parser.add_argument("--out", required=True, metavar="DIR", help="folder for rank<r>.json, rank<r>.log and run.json")
+    parser.add_argument(
+        "--out",
+        required=True,
+        metavar="DIR",
+        help="folder for rank<r>.json, rank<r>.log and run.json; an older launch of the same configuration goes",
+    )
     parser.add_argument("--world", choices=["cpu", "fake", "shared", "nccl"], help="goes before the run's own world")
     parser.add_argument("--timeout", type=float, default=900, metavar="S", help="end after so many seconds (900)")
     parser.add_argument("--weights", type=Path, metavar="FILE", help="start from these canonical weights")
@@ -25,10 +30,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Exit code 0 when every rank finished."""
-    from train_ledger.launch.launcher import launch
+    from train_ledger.launch.launcher import launch, refuse_other
 
     run = run_from(args)
     if args.world:
         run = replace(run, world=args.world)
+    refuse_other(args.out, run)
     launch(run, args.out, args.timeout, args.weights, export=args.export, device=args.device, at_once=args.at_once)
     return 0

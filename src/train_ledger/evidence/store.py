@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import gzip
 import shutil
+import subprocess
 import zlib
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +30,16 @@ RESOLVED = "resolved.json"
 
 
 def find_sets(root: str | Path) -> list[Path]:
-    """The sets below `root` (reference/), in order of their names."""
-    return sorted(p.parent for p in Path(root).glob(f"*/{PROVENANCE}"))
+    """The sets below `root` (reference/), in order of their names.
+
+    Raises:
+        DataError: a folder with packed launches does not say where they come from.
+    """
+    sets = {p.parent for p in Path(root).glob(f"*/{PROVENANCE}")}
+    for launch in sorted(Path(root).glob("*/*/*/run.json")):
+        if launch.parents[2] not in sets:
+            raise DataError("is missing: where were these launches measured?", file=launch.parents[2] / PROVENANCE)
+    return sorted(sets)
 
 
 def comparisons(set_dir: Path) -> list[str]:
@@ -45,18 +55,31 @@ def comparisons(set_dir: Path) -> list[str]:
 def pack(launch_dir: str | Path, run: Run, set_dir: str | Path, comparison: str) -> Path:
     """Keeps a finished launch in a set. Equal files give equal bytes.
 
+    A set that is new gets a provenance.json with what the launch says of itself, to be completed by hand.
+
     Args:
         launch_dir: folder with run.json and the rank files; they are checked first.
         run: the run that was launched.
 
     Raises:
-        DataError: the launch is not whole, or not of this run.
+        DataError: the launch is not whole, or not of this run; the set is of other hardware; another launch of the run
+            is kept there already.
     """
     launch_dir = Path(launch_dir)
     launch = read_launch(launch_dir)
     if launch.meta["config_sha256"] != run.sha256():
         raise DataError("was launched with another configuration", file=launch_dir / "run.json", key="config_sha256")
     target = Path(set_dir) / check_name(comparison) / check_name(run.name)
+    kept = target / "run.json"
+    if kept.is_file() and kept.read_bytes() != (launch_dir / "run.json").read_bytes():
+        raise DataError("is kept there already, from another launch; remove it first", file=target)
+    provenance = Path(set_dir) / PROVENANCE
+    device = str(launch.ranks[0]["device"].get("name", "CPU"))
+    if not provenance.is_file():
+        write_json(provenance, _first_provenance(launch, run, comparison, device))
+    hardware = read_json(provenance, SCHEMA, "evidence")["hardware"]
+    if device not in hardware:
+        raise DataError(f"is {hardware!r}, but the launch was on {device!r}", file=provenance, key="hardware")
     target.mkdir(parents=True, exist_ok=True)
     write_json(target / RESOLVED, run.to_dict())
     for entry in launch.meta["ranks"]:
@@ -64,6 +87,25 @@ def pack(launch_dir: str | Path, run: Run, set_dir: str | Path, comparison: str)
         (target / f"{entry['file']}.gz").write_bytes(gzip.compress(content, 9, mtime=0))
     shutil.copyfile(launch_dir / "run.json", target / "run.json")
     return target
+
+
+def _first_provenance(launch: Launch, run: Run, comparison: str, device: str) -> dict[str, Any]:
+    """What the launch itself tells; hardware and notes want words."""
+    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    first = launch.ranks[0]
+    return {
+        "schema": SCHEMA,
+        "model": run.model.name,
+        "hardware": f"{device}, world {run.world}",
+        "driver": str(first["device"].get("driver", "none")),
+        "date": datetime.now(UTC).date().isoformat(),
+        "commit": git.stdout.strip() or "not known",
+        "versions": dict(first["versions"]),
+        "commands": [
+            f"train-ledger launch config/runs/RUN.yaml --comparison {comparison} --world {run.world} --out DIR"
+        ],
+        "notes": [],
+    }
 
 
 def unpack(set_dir: str | Path, comparison: str, results_dir: str | Path) -> Reconciliation:

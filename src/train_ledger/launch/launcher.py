@@ -31,7 +31,8 @@ RANK_SCHEMA = "train-ledger/rank/1"
 CLAIM = ".launch-id"
 LOG_TAIL_LINES = 20
 MAX_TIMEOUT_S = 10**9
-#: What a launch leaves, a rank each. No other file in the folder is ours to remove, the initial weights least of all.
+#: What a launch leaves, a rank each. Only these are ours to remove, and of data only that of the ranks that an older
+#: run.json names: the folder may hold other things, the initial weights for one.
 PUBLISHED = re.compile(r"(?:rank|weights)(\d+)\.(json|log|safetensors)")
 
 
@@ -179,12 +180,14 @@ class Attempt:
 
     def _move(self, ranks: Sequence[int]) -> None:
         """Files of an older launch go, those of this one come."""
+        older = _ranks_of(self.target / "run.json")
         (self.target / "run.json").unlink(missing_ok=True)
         for old in list(self.target.iterdir()):
             of = PUBLISHED.fullmatch(old.name)
-            # Ranks under a torchrun that was started by hand log here at once.
-            mine = of and of[2] == "log" and int(of[1]) in ranks
-            if of and not mine and not (self.directory / old.name).exists():
+            if not of or (self.directory / old.name).exists():
+                continue
+            # Ranks under a torchrun that was started by hand log here at once; a launch that failed leaves its logs.
+            if int(of[1]) not in ranks if of[2] == "log" else int(of[1]) in older:
                 old.unlink()
         (self.target / "torchrun.log").unlink(missing_ok=True)  # of an older launch that failed
         for file in sorted(self.directory.iterdir(), key=lambda f: (f.name == "run.json", f.name)):
@@ -213,6 +216,32 @@ class Attempt:
             holder = ""
         if holder != self.identity:
             raise LaunchError("a later launch of the same run has taken this folder; its files stand", file=self.target)
+
+
+def _ranks_of(run_file: Path) -> set[int]:
+    """The ranks of the launch that wrote this run.json; none where there is none that can be read."""
+    try:
+        return {entry["rank"] for entry in read_json(run_file, SCHEMA, "launch")["ranks"]}
+    except DataError:
+        return set()
+
+
+def refuse_other(out_dir: str | Path, run: Run) -> None:
+    """A finished measurement is not to be replaced by that of another run or configuration.
+
+    Raises:
+        ConfigError: the folder holds one.
+    """
+    run_file = Path(out_dir) / "run.json"
+    if not run_file.is_file():
+        return
+    try:
+        held = read_json(run_file, SCHEMA, "launch")
+    except DataError:
+        return  # nothing that could be read is lost
+    if (held["run"], held["config_sha256"]) != (run.name, run.sha256()):
+        what = f"run {held['run']!r}" if held["run"] != run.name else "this run in another configuration"
+        raise ConfigError(f"holds a finished launch of {what}; take another folder, or move it away", file=out_dir)
 
 
 def show_log(log: Path) -> None:

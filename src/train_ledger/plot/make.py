@@ -9,7 +9,7 @@ from typing import Any
 from train_ledger.spec.io import write_json
 
 from . import grids, lifeline, losses, paper, resident, schedule, traffic, within
-from .data import Results, read_results
+from .data import Results, read_results, run_size
 from .save import Drawn, save
 
 FIGURES_SCHEMA = "train-ledger/figures/1"
@@ -22,7 +22,7 @@ def all_figures(
     for draw in (resident.draw, traffic.draw, lifeline.draw, grids.draw, schedule.draw):
         yield from draw(results)
     yield from within.draw([results, *evidence])
-    trained = next((each for each in evidence if each.parity is not None), None)
+    trained = max((e for e in evidence if e.parity), key=lambda e: max(map(run_size, e.runs)), default=None)
     if trained is not None:
         yield from losses.draw_parity(trained.parity, [*results.run_names, *trained.run_names], trained.name)
     yield from losses.draw(results)

@@ -27,7 +27,11 @@ ROUND_LARGE_BYTES = 2 * MIB
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU: its name, compute capability (major, minor) and memory by the maker's datasheet, bytes."""
+    """A GPU: its name, compute capability (major, minor) and memory in bytes.
+
+    The memory is what CUDA reports where that was measured (H200, reference/); else the datasheet's figure in decimal
+    GB, some percent less than what CUDA reports.
+    """
 
     title: str
     capability: tuple[int, int]
@@ -40,7 +44,7 @@ DEVICES: dict[str, Device] = {
     "a100-40gb": Device("NVIDIA A100 40GB", (8, 0), 40 * 10**9),
     "l40s": Device("NVIDIA L40S", (8, 9), 48 * 10**9),
     "h100": Device("NVIDIA H100 SXM", (9, 0), 80 * 10**9),
-    "h200": Device("NVIDIA H200", (9, 0), 141 * 10**9),
+    "h200": Device("NVIDIA H200", (9, 0), 150_109_880_320),
     "b200": Device("NVIDIA B200", (10, 0), 180 * 10**9),
     "b300": Device("NVIDIA B300", (10, 3), 288 * 10**9),
 }

@@ -178,7 +178,7 @@ class MemoryProbe:
         return self.last_census
 
     def dump(self, path: str | os.PathLike[str]) -> Path:
-        """Writes `<path without suffix>.rank<r>.json`, under a temporary name first."""
+        """Writes `<path without suffix>.rank<r>.json`, under a temporary name first, and returns where."""
         path = Path(path)
         target = path.with_name(f"{path.stem}.rank{self.rank}{path.suffix or '.json'}")
         target.parent.mkdir(parents=True, exist_ok=True)

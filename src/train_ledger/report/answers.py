@@ -232,7 +232,11 @@ def _refreshed(results: Results, lane: Lane) -> str:
     """Of a weight that is always whole: the gathers that bring what other ranks have updated."""
     frame = results.of("calls", lane.run)
     frame = frame[(frame["rank"] == lane.rank) & (frame["op"] == "all_gather")]
-    frame = frame[~frame["group"].map(lambda names: "tp" in names.split(" = ")) & frame["ranks"].str.contains(" ")]
+    others = [
+        " " in ranks and "tp" not in names.split(" = ")
+        for names, ranks in zip(frame["group"], frame["ranks"], strict=True)
+    ]
+    frame = frame[pd.Series(others, index=frame.index, dtype=bool)]
     told = [
         f"{plural(int(n), 'all-gather')} of the {group} group in the {phase} phase"
         for (group, phase), n in frame.groupby(["group", "phase"])["count"].sum().items()
