@@ -6,6 +6,7 @@ from train_ledger.spec.errors import ConfigError
 from train_ledger.spec.run import Run
 
 from . import torchtitan_dtensor, torchtitan_pipeline, torchtitan_stages
+from .torchtitan_layout import shards
 
 _SCALING_KEYS = ("factor", "high_freq_factor", "low_freq_factor", "original_max_position_embeddings")
 
@@ -58,9 +59,6 @@ def _check_model(run: Run) -> None:
 
 
 def _check_parallel(run: Run) -> None:
-    p = run.parallel
-    if p.context_parallel > 1:
-        _refuse(run, "parallel.context_parallel", f"{p.context_parallel} is not modelled for torchtitan, only 1")
     torchtitan_stages.check(run)
 
 
@@ -68,12 +66,13 @@ def _check_tensor_parallel(run: Run) -> None:
     p, m = run.parallel, run.model
     tp = p.tensor_parallel
     rows = m.query_size + 2 * m.kv_size
-    if rows < p.data_parallel_shard * tp:
+    over = [p.data_parallel_shard, p.context_parallel][: 1 + (p.context_parallel > 1)]
+    if rows < shards(run) * tp:
         # models/common/config_utils.py:_fused_qkv_param_init copies into the shards; DTensor's copy_ wants none empty.
         _refuse(
             run,
             "parallel.data_parallel_shard",
-            f"{p.data_parallel_shard} x tensor_parallel {tp} is more than the {rows} rows of wqkv: torchtitan cannot "
+            f"{' x context_parallel '.join(map(str, over))} x tensor_parallel {tp} is more than the {rows} rows of wqkv: torchtitan cannot "
             "initialise it (aten.copy_.default: no valid strategy preserves this placement)",
         )
     if p.sequence_parallel and run.seq_length % tp:
