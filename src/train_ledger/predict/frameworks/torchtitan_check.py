@@ -95,6 +95,15 @@ def _check_context_parallel(run: Run) -> None:
             "full_dtensor with context parallelism trains without the gradients of keys and values (the gathered "
             "tensors leave autograd), which is not modelled; spmd_types and partial_dtensor are",
         )
+    bare = [stage.index for stage in torchtitan_stages.stages(run) if not stage.layers]
+    if bare and run.settings["spmd_backend"] == "partial_dtensor":
+        # context_parallel/api.py:apply_cp_to_forward looks at the first attention of a stage.
+        _refuse(
+            run,
+            "torchtitan.spmd_backend",
+            f"partial_dtensor splits no sequence on a stage without layers, here {bare[0]} (list index out of range); "
+            "spmd_types does",
+        )
     if run.seq_length % (degree * _MASK_BLOCK):
         # _context_parallel/_attention.py:_create_cp_block_mask
         _refuse(
