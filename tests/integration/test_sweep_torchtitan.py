@@ -28,9 +28,19 @@ CONTEXTS = next(i for i, e in enumerate(TABLE) if e["run"]["parallel"].get("cont
 #: and of several stages a rank; sequences split with FSDP, and with DTensors and tensor parallelism.
 FEW = [14, 24, 62, PIPELINES + 1, PIPELINES + 12, *(CONTEXTS + i for i in (1, 6))]
 
-#: Of two to four ranks, tied and not, of every backend: these also train together on gloo. Pipelines of every schedule; split
-#: sequences alone, with FSDP and tensor parallelism, and with replicas.
-ON_GLOO = [13, 16, 23, 30, 35, 46, 56, *(PIPELINES + i for i in (1, 4, 5, 10, 12, 17)), *(CONTEXTS + i for i in (0, 1, 2, 5, 7, 10))]
+#: Of two to four ranks, tied and not, of every backend: these also train together on gloo. Pipelines of every schedule;
+#: split sequences alone, with FSDP, tensor parallelism and replicas, and in a pipeline.
+ON_GLOO = [
+    13,
+    16,
+    23,
+    30,
+    35,
+    46,
+    56,
+    *(PIPELINES + i for i in (1, 4, 5, 10, 12, 17)),
+    *(CONTEXTS + i for i in (0, 1, 2, 5, 7, 10)),
+]
 
 pytestmark = pytest.mark.launch
 

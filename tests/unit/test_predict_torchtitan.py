@@ -222,7 +222,11 @@ def test_norms_of_queries_and_keys(paper: Run) -> None:
             "gradients of keys and values",
         ),
         ({"parallel": {"context_parallel": 3}}, "seq_length", "(8192) must be divisible by 12"),
-        ({"parallel": {"context_parallel": 128}}, "seq_length", "Q_LEN 8192 is not divisible by CP mesh world size 128"),
+        (
+            {"parallel": {"context_parallel": 128}},
+            "seq_length",
+            "Q_LEN 8192 is not divisible by CP mesh world size 128",
+        ),
         (
             {"parallel": {"context_parallel": 32}, "settings": {"num_chunks": 512}},
             "torchtitan.num_chunks",

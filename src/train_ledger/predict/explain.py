@@ -70,7 +70,9 @@ class Case:
 
 
 #: Groups along which the frameworks gather parameters and reduce gradients.
-DATA_GROUPS = frozenset({"dp", "dp_cp", "intra_dist_opt", "world", "data_parallel", "dp_shard", "dp_shard_cp", "fsdp", "dp_replicate"})
+DATA_GROUPS = frozenset(
+    {"dp", "dp_cp", "intra_dist_opt", "world", "data_parallel", "dp_shard", "dp_shard_cp", "fsdp", "dp_replicate"}
+)
 
 
 def payload(calls: list[Collective]) -> int:

@@ -237,13 +237,15 @@ def _coordinates(dims: Any, rank: int) -> dict[str, int]:
     (parallel_dims.py:build_mesh). `pp` only where there are stages, `cp` where sequences are split.
     """
     inner = dims.cp * dims.tp
-    stage = {"pp": rank // (dims.dp_replicate * dims.dp_shard * inner)} if dims.pp_enabled else {}
-    return (
-        stage
-        | {"dp_replicate": rank // (dims.dp_shard * inner) % dims.dp_replicate, "dp_shard": rank // inner % dims.dp_shard}
-        | ({"cp": rank // dims.tp % dims.cp} if dims.cp_enabled else {})
-        | {"tp": rank % dims.tp}
-    )
+    place = {
+        "pp": rank // (dims.dp_replicate * dims.dp_shard * inner),
+        "dp_replicate": rank // (dims.dp_shard * inner) % dims.dp_replicate,
+        "dp_shard": rank // inner % dims.dp_shard,
+        "cp": rank // dims.tp % dims.cp,
+        "tp": rank % dims.tp,
+    }
+    absent = {name for name, there in (("pp", dims.pp_enabled), ("cp", dims.cp_enabled)) if not there}
+    return {name: at for name, at in place.items() if name not in absent}
 
 
 def _canonical(name: str) -> str:

@@ -49,12 +49,12 @@ def use_device(device: torch.device) -> None:
         from torchtitan.models.common.attention import FlexAttention
 
         torch.compiler.set_stance("force_eager")  # masks of FlexAttention are compiled, and there may be no compiler
-        FlexAttention._compiled_flex_attn = _attend
+        FlexAttention._compiled_flex_attn = attend
     # tools/utils.py:get_local_device takes the index from here.
     os.environ["LOCAL_RANK"] = str(device.index or 0)
 
 
-def _attend(
+def attend(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -73,9 +73,7 @@ def _attend(
     assert not return_aux.lse, "nothing here asks for the logarithms of the sums"
     sequences, _, tokens, _ = q.shape
     mask = create_mask(block_mask.mask_mod, sequences, 1, tokens, k.shape[2], device=q.device)
-    out = torch.nn.functional.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa
-    )
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)
     return out, AuxOutput()
 
 

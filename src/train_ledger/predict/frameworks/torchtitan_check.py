@@ -118,14 +118,14 @@ def _check_tensor_parallel(run: Run) -> None:
     p, m = run.parallel, run.model
     tp = p.tensor_parallel
     rows = m.query_size + 2 * m.kv_size
-    over = [p.data_parallel_shard, p.context_parallel][: 1 + (p.context_parallel > 1)]
+    degrees = f"{p.data_parallel_shard}" + (f" x context_parallel {p.context_parallel}" if _splits(run) else "")
     if rows < shards(run) * tp:
         # models/common/config_utils.py:_fused_qkv_param_init copies into the shards; DTensor's copy_ wants none empty.
         _refuse(
             run,
             "parallel.data_parallel_shard",
-            f"{' x context_parallel '.join(map(str, over))} x tensor_parallel {tp} is more than the {rows} rows of wqkv: torchtitan cannot "
-            "initialise it (aten.copy_.default: no valid strategy preserves this placement)",
+            f"{degrees} x tensor_parallel {tp} is more than the {rows} rows of wqkv: torchtitan cannot initialise it "
+            "(aten.copy_.default: no valid strategy preserves this placement)",
         )
     if tp == 1:
         return
