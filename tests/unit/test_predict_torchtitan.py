@@ -15,7 +15,6 @@ from train_ledger.predict import predict
 from train_ledger.predict.distinct import rank_classes
 from train_ledger.predict.frameworks import torchtitan
 from train_ledger.predict.frameworks.torchtitan_dtensor import LINKS, choice
-from train_ledger.predict.owner import slices
 from train_ledger.spec.config import load_model, load_run
 from train_ledger.spec.errors import ConfigError
 from train_ledger.spec.run import Parallel, Run
@@ -305,20 +304,6 @@ def test_keys_and_values_are_gathered(paper: Run) -> None:
     # The batch is shared out over data-parallel ranks alone, the loss over those that split sequences too.
     alone = split(mesh(paper, 1, 1, 1), 2)
     assert {c.group for c in predict(alone, [0]).ranks[0].collectives} == {"dp_shard_cp", "cp", "loss"}
-
-
-def test_where_a_weight_lives_when_sequences_are_split(paper: Run) -> None:
-    """Every element of its master on one rank of each replica."""
-    run = split(mesh(paper, 2, 2, 2), 2)
-    weight = "model.layers.0.self_attn.o_proj.weight"
-    pieces = slices(replace(run, probe=replace(run.probe, lifeline_weight=weight)))
-    held = [(piece.index, part) for piece in pieces for part in piece.kept]
-    assert len(held) == run.world_size
-    for index in (0, 1):
-        parts = sorted((p.copy, p.first, p.numel) for i, p in held if i == index)
-        each = parts[0][2]
-        assert [first for _, first, _ in parts] == [each * i for i in range(4)] * 2
-        assert each * 4 * 2 == run.model.hidden_size * run.model.query_size
 
 
 def activations(run: Run) -> Counter[str]:
