@@ -192,10 +192,72 @@ def pipelines(seed: int = SEED) -> list[dict[str, Any]]:
     return out
 
 
+#: Sequences that are split: pipeline ranks, stages a rank, replicate, shard, context, tensor, and the backend.
+CONTEXTS: list[tuple[int, int, int, int, int, int, str]] = [
+    (1, 1, 1, 1, 2, 1, "spmd_types"),
+    (1, 1, 1, 2, 2, 1, "spmd_types"),
+    (1, 1, 1, 1, 2, 2, "spmd_types"),
+    (1, 1, 2, 2, 2, 1, "spmd_types"),
+    (1, 1, 2, 1, 3, 2, "spmd_types"),
+    (1, 1, 1, 1, 2, 1, "partial_dtensor"),
+    (1, 1, 1, 2, 2, 2, "partial_dtensor"),
+    (1, 1, 2, 1, 2, 1, "partial_dtensor"),
+    (1, 1, 1, 3, 4, 1, "spmd_types"),
+    (1, 1, 1, 32, 2, 2, "spmd_types"),
+    (2, 1, 1, 1, 2, 1, "spmd_types"),
+    (2, 2, 1, 2, 2, 1, "partial_dtensor"),
+    (2, 1, 2, 1, 2, 2, "spmd_types"),
+    (2, 2, 1, 1, 2, 1, "spmd_types"),
+]
+
+
+def contexts(seed: int = SEED) -> list[dict[str, Any]]:
+    """The table's third part: every layout of `CONTEXTS`, each with settings of its own."""
+    draw = random.Random(seed)
+    out = []
+    for pipeline, stages, replicate, shard, context, tensor, backend in CONTEXTS:
+        micro, accumulation = draw.choice([1, 2]), draw.choice([1, 2])
+        shape, own = model(draw, tensor), settings(draw) | {"spmd_backend": backend}
+        shape |= {"seq_length": 128 * context * draw.choice([1, 2]), "vocab_size": draw.choice([522, 524])}
+        if shard == 32:
+            shape["head_dim"] = 14  # rows enough for every shard
+        sequence_parallel = tensor > 1 and draw.random() < 0.7
+        if pipeline > 1:
+            accumulation, micro = 2 * pipeline, 1
+            # A stage without layers is refused under partial_dtensor; under spmd_types the last of four has none.
+            layers = 2 * pipeline * (stages if backend == "partial_dtensor" else 1)
+            shape |= {"num_layers": layers, "tie_embeddings": False}
+            own |= {SCHEDULE: "1F1B" if stages == 1 else "Interleaved1F1B", "num_chunks": 4}
+        out.append(
+            {
+                "name": f"torchtitan-cp-{len(out):02d}",
+                "model": shape,
+                "run": {
+                    "framework": "torchtitan",
+                    "world_size": pipeline * replicate * shard * context * tensor,
+                    "micro_batch": micro,
+                    "global_batch": micro * accumulation * replicate * shard,
+                    "parallel": {
+                        "tensor_parallel": tensor,
+                        "sequence_parallel": sequence_parallel,
+                        "context_parallel": context,
+                        "pipeline_parallel": pipeline,
+                        "virtual_pipeline_parallel": stages,
+                        "data_parallel_replicate": replicate,
+                        "data_parallel_shard": shard,
+                    },
+                    "torchtitan": own,
+                },
+            }
+        )
+    return out
+
+
 def _head_dim(shape: dict[str, Any]) -> int:
     return int(shape["head_dim"] or shape["hidden_size"] // shape["num_attention_heads"])
 
 
 if __name__ == "__main__":
     print("# Made by torchtitan_generate.py; do not edit.")
-    yaml.safe_dump(configurations() + pipelines(), sys.stdout, sort_keys=False, default_flow_style=None, width=200)
+    table = configurations() + pipelines() + contexts()
+    yaml.safe_dump(table, sys.stdout, sort_keys=False, default_flow_style=None, width=200)

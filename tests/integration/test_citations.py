@@ -32,6 +32,14 @@ VARIANTS: dict[str, list[dict]] = {
     "deepspeed-zero2-dp2": [{"deepspeed": {"zero_optimization": {"contiguous_gradients": False}}}],
     "megatron-dp2": [{"megatron": {"use_distributed_optimizer": False, "overlap_param_gather": False}}],
     "megatron-tp2": [{"parallel": {"sequence_parallel": False}}],
+    "torchtitan-fsdp2": [
+        {
+            "seq_length": 256,
+            "parallel": {"context_parallel": 2, "data_parallel_shard": 1},
+            "torchtitan": {"spmd_backend": b},
+        }
+        for b in ("spmd_types", "partial_dtensor")
+    ],
     "torchtitan-tp2": [{"parallel": {"sequence_parallel": False}}, {"torchtitan": {"spmd_backend": "partial_dtensor"}}],
 }
 

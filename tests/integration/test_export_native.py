@@ -170,3 +170,31 @@ def test_predict_takes_a_torchtitan_config_on_the_command_line(tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
     printed = json.loads(done.stdout[done.stdout.index("{") :])["ranks"][0]
     assert printed == json.loads(json.dumps(predict_distinct(replace(run, world="nccl"))[0].ranks[0].to_dict()))
+
+
+def test_split_sequences_need_flex_attention(tmp_path):
+    """A config with PyTorch's attention is refused by the field's name: torchtitan takes it in one backend only."""
+    run = next(r for r in RUNS if r.framework == "torchtitan" and r.parallel.context_parallel > 1)
+    export(run, tmp_path)
+    module = module_name(run)
+    file = tmp_path / f"{module}.py"
+    text = file.read_text()
+    assert text.count('get_attention_config("flex")') == 1
+    file.write_text(
+        text.replace('get_attention_config("flex")', "ScaledDotProductAttention.Config()").replace(
+            "from torchtitan.trainer", "from torchtitan.models.common.attention import ScaledDotProductAttention\n"
+            "from torchtitan.trainer"
+        )
+    )  # fmt: skip
+    done = subprocess.run(
+        ["sh", str(tmp_path / "predict.sh")],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+        env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode != 0
+    assert "model_spec.model.layers[0].attention.inner_attention" in done.stderr
+    assert "ScaledDotProductAttention.Config is not modelled with context parallelism" in done.stderr
+    assert "Traceback" not in done.stderr

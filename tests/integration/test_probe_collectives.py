@@ -84,6 +84,32 @@ def test_c10d_calls_are_counted_once_with_their_sizes() -> None:
         assert {r["phase"] for r in rows} == {"step"}
 
 
+def keys_and_values(rank: int) -> tuple[Counter, list]:
+    from torch.distributed.tensor.experimental._context_parallel._attention import flex_cp_allgather
+
+    group = dist.new_group([0, 1], group_desc="cp")
+    k, v = (torch.ones(1, 4, heads, 3, requires_grad=True) for heads in (1, 2))
+    with CollectiveProbe(1) as probe:
+        for whole in flex_cp_allgather(k, v, 1, group.group_name):
+            whole.sum().backward(retain_graph=True)
+    return seen(probe), probe.rows()
+
+
+def test_calls_inside_of_an_operator_of_torch_s_context_parallelism_are_counted() -> None:
+    """One operator gathers keys and values, another scatters both gradients; each is two calls."""
+    f = "float32"
+    for counts, rows in on_ranks(2, keys_and_values):
+        assert counts == Counter(
+            {
+                ("all_gather", f, 12, 24): 1,
+                ("all_gather", f, 24, 48): 1,
+                ("reduce_scatter", f, 24, 12): 2,
+                ("reduce_scatter", f, 48, 24): 2,
+            }
+        )
+        assert {(r["group"], tuple(r["ranks"])) for r in rows} == {("cp", (0, 1))}
+
+
 def functional_calls(rank: int) -> tuple[Counter, list]:
     group = dist.new_group([0, 1], group_desc="pair")
     single = [dist.new_group([r]) for r in range(2)][rank]

@@ -22,12 +22,25 @@ TABLE: list[dict[str, Any]] = yaml.safe_load((DATA / "torchtitan_sweep.yaml").re
 STEPS = (1, 2, 3)
 #: The first pipeline of the table; those before have no stages.
 PIPELINES = next(i for i, e in enumerate(TABLE) if e["run"]["parallel"].get("pipeline_parallel", 1) > 1)
+#: The first that splits sequences.
+CONTEXTS = next(i for i, e in enumerate(TABLE) if e["run"]["parallel"].get("context_parallel", 1) > 1)
 #: FSDP x TP and tied, a tie that holds, HSDP x TP that sums activations: seconds each; pipelines of 1F1B with FSDP,
-#: and of several stages a rank.
-FEW = [14, 24, 62, PIPELINES + 1, PIPELINES + 12]
+#: and of several stages a rank; sequences split with FSDP, and with DTensors and tensor parallelism.
+FEW = [14, 24, 62, PIPELINES + 1, PIPELINES + 12, *(CONTEXTS + i for i in (1, 6))]
 
-#: Of two to four ranks, tied and not, of every backend: these also train together on gloo. Pipelines of every schedule.
-ON_GLOO = [13, 16, 23, 30, 35, 46, 56, *(PIPELINES + i for i in (1, 4, 5, 10, 12, 17))]
+#: Of two to four ranks, tied and not, of every backend: these also train together on gloo. Pipelines of every schedule;
+#: split sequences alone, with FSDP, tensor parallelism and replicas, and in a pipeline.
+ON_GLOO = [
+    13,
+    16,
+    23,
+    30,
+    35,
+    46,
+    56,
+    *(PIPELINES + i for i in (1, 4, 5, 10, 12, 17)),
+    *(CONTEXTS + i for i in (0, 1, 2, 5, 7, 10)),
+]
 
 pytestmark = pytest.mark.launch
 
@@ -55,9 +68,9 @@ def test_exact_on_gloo(entry: dict[str, Any], tmp_path: Path) -> None:
 def test_the_table_is_what_the_generator_makes() -> None:
     """Nobody has edited it, and it covers every value of every setting."""
     sys.path.insert(0, str(DATA))
-    from torchtitan_generate import configurations, pipelines
+    from torchtitan_generate import configurations, contexts, pipelines
 
-    assert configurations() + pipelines() == TABLE
+    assert configurations() + pipelines() + contexts() == TABLE
     assert len({json.dumps(e["run"], sort_keys=True) for e in TABLE}) >= 40
     for key, values in {
         "spmd_backend": {"spmd_types", "partial_dtensor", "full_dtensor"},
@@ -68,7 +81,7 @@ def test_the_table_is_what_the_generator_makes() -> None:
         "log_freq": {1, 3},
     }.items():
         assert {e["run"]["torchtitan"][key] for e in TABLE} == values
-    schedules = {e["run"]["torchtitan"].get("pipeline_parallel_schedule", "1F1B") for e in TABLE[PIPELINES:]}
+    schedules = {e["run"]["torchtitan"].get("pipeline_parallel_schedule", "1F1B") for e in TABLE[PIPELINES:CONTEXTS]}
     assert schedules == {"1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS"}
     without = [e["run"] for e in TABLE if e["run"]["parallel"]["tensor_parallel"] > 1]
     without = [r for r in without if not r["parallel"]["sequence_parallel"]]

@@ -70,6 +70,16 @@ def test_flat_groups_of_deepspeed(stage: int) -> None:
     assert check(run) == len(canonical_tensors(run.model))
 
 
+def test_shards_of_ranks_that_split_sequences() -> None:
+    """torchtitan's FSDP goes over them too."""
+    parallel = {"data_parallel_replicate": 2, "data_parallel_shard": 2, "context_parallel": 3}
+    overrides = {"model": "laptop", "seq_length": 768, "world_size": 24, "parallel": parallel}
+    run = load_run(ROOT / "config/runs/torchtitan-fsdp4-tp2.yaml", overrides=overrides)
+    assert check(run) >= len(canonical_tensors(run.model))
+    (half, _) = slices(_followed(run, "model.layers.0.mlp.down_proj.weight"))
+    assert half.ranks == tuple(range(0, 24, 2))
+
+
 @pytest.mark.parametrize("name", ["megatron-tp2-pp2-dp2", "deepspeed-zero1-dp2", "deepspeed-zero3-dp8"])
 def test_a_model_of_gpts_kind(name: str) -> None:
     run = load_run(ROOT / f"config/runs/{name}.yaml", overrides={"model": "laptop"})

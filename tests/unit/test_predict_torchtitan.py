@@ -215,7 +215,27 @@ def test_norms_of_queries_and_keys(paper: Run) -> None:
         ({"model": {"ffn_hidden_size": 8191}}, "parallel.tensor_parallel", "unequal shards of the MLP"),
         ({"model": {"vocab_size": 128255}}, "parallel.tensor_parallel", "vocab"),
         ({"settings": {"num_chunks": 7}}, "torchtitan.num_chunks", "divisible by num_chunks"),
-        ({"parallel": {"context_parallel": 2}}, "parallel.context_parallel", "not modelled"),
+        (
+            {"parallel": {"context_parallel": 2}, "settings": {"spmd_backend": "full_dtensor"}},
+            "torchtitan.spmd_backend",
+            "gradients of keys and values",
+        ),
+        ({"parallel": {"context_parallel": 3}}, "seq_length", "(8192) must be divisible by 12"),
+        (
+            {"parallel": {"context_parallel": 128}},
+            "seq_length",
+            "Q_LEN 8192 is not divisible by CP mesh world size 128",
+        ),
+        (
+            {"parallel": {"context_parallel": 32}, "settings": {"num_chunks": 512}},
+            "torchtitan.num_chunks",
+            "must be divisible by num_chunks: 256 by 512",
+        ),
+        (
+            {"parallel": {"context_parallel": 2, "data_parallel_shard": 1024}},
+            "parallel.data_parallel_shard",
+            "1024 x context_parallel 2 x tensor_parallel 2 is more than the 3072 rows of wqkv",
+        ),
         ({"parallel": {"data_parallel_shard": 9999}}, "parallel.data_parallel_shard", "rows of wqkv"),
     ],
 )
@@ -231,6 +251,59 @@ def test_refused(paper: Run, changes: dict[str, dict[str, Any]], key: str, why: 
         torchtitan.check(run)
     assert refusal.value.key == key
     assert why in refusal.value.message
+
+
+def split(run: Run, context: int) -> Run:
+    """`run` with each of its sequences on `context` ranks."""
+    parallel = replace(run.parallel, context_parallel=context)
+    return replace(run, world_size=run.world_size * context, parallel=parallel)
+
+
+def test_a_split_sequence_shards_parameters_too(paper: Run) -> None:
+    """Two ranks that split a sequence keep of the model what two that split the data keep, in the same groups."""
+    apart, together = mesh(paper, 2, 4, 2), split(mesh(paper, 2, 2, 2), 2)
+    for one, other in zip(predict(apart).ranks, predict(together).ranks, strict=True):
+        assert one.containers == other.containers
+        assert other.coords == {**one.coords, "dp_shard": one.coords["dp_shard"] // 2, "cp": one.rank // 2 % 2}
+    by_name: dict[str, set[tuple[int, ...]]] = {}
+    for group in torchtitan.groups(together):
+        by_name.setdefault(group.name, set()).add(group.ranks)
+    assert set(by_name) == {"world", "batch", "loss", "dp", "dp_replicate", "dp_shard", "dp_shard_cp", "cp", "tp"}
+    assert (0, 2) in by_name["cp"]
+    assert (0, 4) in by_name["dp_shard"]
+    assert (0, 2, 4, 6) in by_name["dp_shard_cp"]
+    assert (0, 4, 8, 12) in by_name["batch"]
+    assert (0, 2, 4, 6, 8, 10, 12, 14) in by_name["loss"]
+    partial = replace(together, settings={**together.settings, "spmd_backend": "partial_dtensor"})
+    names = {group.name for group in torchtitan.groups(partial)}
+    assert names == {"world", "batch", "loss", "dp_replicate", "fsdp", "cp", "tp"}
+
+
+def test_keys_and_values_are_gathered(paper: Run) -> None:
+    """Twice a layer forward, again where activations are recomputed; their gradients are scattered twice a layer."""
+    run = split(mesh(paper, 1, 2, 2), 4)
+    part = run.micro_batch * run.seq_length // 4 * run.model.kv_size // 2
+    layers = run.model.num_layers
+
+    def sent(run: Run) -> Counter[tuple[str, str, int, int]]:
+        out: Counter[tuple[str, str, int, int]] = Counter()
+        for call in predict(run, [5]).ranks[0].collectives:
+            if call.group == "cp":
+                assert call.dtype == "bfloat16"
+                out[call.op, call.phase, call.in_numel, call.out_numel] += call.count
+        return out
+
+    gathered, scattered = (part, 4 * part), (4 * part, part)
+    assert sent(run) == {
+        ("all_gather", "forward", *gathered): 2 * layers,
+        ("all_gather", "backward", *gathered): 2 * layers,
+        ("reduce_scatter", "backward", *scattered): 2 * layers,
+    }
+    kept = replace(run, settings={**run.settings, "activation_checkpoint": "none"})
+    assert ("all_gather", "backward", *gathered) not in sent(kept)
+    # The batch is shared out over data-parallel ranks alone, the loss over those that split sequences too.
+    alone = split(mesh(paper, 1, 1, 1), 2)
+    assert {c.group for c in predict(alone, [0]).ranks[0].collectives} == {"dp_shard_cp", "cp", "loss"}
 
 
 def activations(run: Run) -> Counter[str]:

@@ -282,6 +282,17 @@ def test_several_sequences_under_sequence_parallelism_are_refused(pp2: Run) -> N
     torchtitan.check(replace(run, parallel=replace(run.parallel, sequence_parallel=False)))
 
 
+def test_dtensors_split_no_sequence_on_a_stage_without_layers(pp2: Run) -> None:
+    """torchtitan looks at the first layer of each stage; under spmd_types it need not."""
+    run = pipeline(pp2, 2, virtual=2, pipeline_parallel_schedule="Interleaved1F1B", spmd_backend="partial_dtensor")
+    parallel = replace(run.parallel, context_parallel=2)
+    run = replace(run, world_size=4, parallel=parallel, model=replace(run.model, num_layers=4))
+    with pytest.raises(ConfigError, match="stage without layers, here 3") as refusal:
+        torchtitan.check(run)
+    assert refusal.value.key == "torchtitan.spmd_backend"
+    torchtitan.check(replace(run, settings={**run.settings, "spmd_backend": "spmd_types"}))
+
+
 def test_without_stages_there_is_no_local_batch(pp2: Run) -> None:
     """A rank takes a micro-batch at once then."""
     run = replace(pipeline(pp2, 1), settings={**pp2.settings, "local_batch_size": 4})

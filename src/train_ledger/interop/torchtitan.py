@@ -61,6 +61,8 @@ OTHER = frozenset(
 CHECKPOINTING = {"NoneType": "none", "SelectiveAC.Config": "selective", "FullAC.Config": "full"}
 #: The models that are modelled, each with its rotary positions.
 ROPE = {"Llama3Model.Config": "ComplexRoPE.Config", "Qwen3Model.Config": "CosSinRoPE.Config"}
+#: Attention over a sequence that ranks split.
+SPLIT_ATTENTION = "FlexAttention.Config"
 GRAPH_NOTE = (
     "training.disable_cuda_graphs is not set: a captured graph keeps its pool of activations between steps; containers "
     "are predicted as without it"
@@ -280,6 +282,13 @@ class Reader:
         ):
             if type(part).__qualname__ != known:
                 raise self.refuse(f"{at}.{field}", f"{type(part).__qualname__} is not modelled; known: {known}")
+        inner = type(attention.inner_attention).__qualname__
+        if self.flat["parallel.context_parallel"] > 1 and inner != SPLIT_ATTENTION:
+            # distributed/full_dtensor.py:validate_config; context_parallel/api.py:apply_cp_to_forward
+            raise self.refuse(
+                f"{at}.attention.inner_attention",
+                f"{inner} is not modelled with context parallelism; known: {SPLIT_ATTENTION}",
+            )
         if (attention.qk_norm is not None) != (rope_kind == ROPE["Qwen3Model.Config"]):
             raise self.refuse(f"{at}.attention.qk_norm", "is modelled in a Qwen 3, which has it, and in no Llama 3")
         heads = attention.n_heads

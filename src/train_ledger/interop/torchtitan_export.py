@@ -116,6 +116,7 @@ def {function}() -> Trainer.Config:
             data_parallel_shard_degree={shard},
             tensor_parallel_degree={tensor},
             enable_sequence_parallel={sequence},
+            context_parallel_degree={context},
             fsdp_reshard_after_forward={reshard!r},
             spmd_backend={backend!r},{pipeline}
         ),
@@ -189,6 +190,7 @@ def module_text(run: Run) -> str:
         shard=p.data_parallel_shard,
         tensor=p.tensor_parallel,
         sequence=p.sequence_parallel,
+        context=p.context_parallel,
         reshard=s["fsdp_reshard_after_forward"],
         backend=s["spmd_backend"],
         pipeline="".join(f"\n            {k}={v!r}," for k, v in pipeline_fields(run).items()),

@@ -10,6 +10,7 @@ from typing import Any
 from train_ledger.predict import predict
 from train_ledger.predict.difference import heaviest
 from train_ledger.predict.distinct import predict_distinct
+from train_ledger.predict.frameworks import torchtitan_layout
 from train_ledger.predict.owner import fused, slices, weight
 from train_ledger.spec.dtypes import element_bytes
 from train_ledger.spec.errors import ConfigError
@@ -69,7 +70,9 @@ class Case:
 
 
 #: Groups along which the frameworks gather parameters and reduce gradients.
-DATA_GROUPS = frozenset({"dp", "dp_cp", "intra_dist_opt", "world", "data_parallel", "dp_shard", "fsdp", "dp_replicate"})
+DATA_GROUPS = frozenset(
+    {"dp", "dp_cp", "intra_dist_opt", "world", "data_parallel", "dp_shard", "dp_shard_cp", "fsdp", "dp_replicate"}
+)
 
 
 def payload(calls: list[Collective]) -> int:
@@ -241,7 +244,7 @@ def pipeline(case: Case) -> str:
     always, never = (
         payload(case.with_settings(fsdp_reshard_after_forward=w).calls("all_gather")) for w in ("always", "never")
     )
-    whole = 2 * sum(x.numel for x in case.ledger.containers if x.name == "param") * run.parallel.data_parallel_shard
+    whole = 2 * sum(x.numel for x in case.ledger.containers if x.name == "param") * torchtitan_layout.shards(run)
     return (
         f"A schedule puts other micro-batches between a forward and its backward; resharding gathers for each: "
         f"{fmt_auto(always)} a step here, {fmt_auto(never)} without.\n"

@@ -66,7 +66,7 @@ def _deepspeed(run: Run, tensor: CanonicalTensor) -> list[Slice]:
 
 def _torchtitan(run: Run, tensor: CanonicalTensor) -> list[Slice]:
     """Rows of dimension 0 over FSDP ranks (`Shard(0)`, torch.chunk), after tensor parallelism has cut its dimension."""
-    tp, shards = run.parallel.tensor_parallel, run.parallel.data_parallel_shard
+    tp, shards = run.parallel.tensor_parallel, torchtitan_layout.shards(run)
     rows, *rest = tensor.shape
     cols = rest[0] if rest else 1
     split = tp > 1 and bool(rest)
@@ -81,7 +81,7 @@ def _torchtitan(run: Run, tensor: CanonicalTensor) -> list[Slice]:
 
     def kept(rank: int) -> Kept:
         at = coordinates(rank, grid)
-        begin = min(rows, part * at["dp_shard"])
+        begin = min(rows, part * (at["dp_shard"] * run.parallel.context_parallel + at["cp"]))
         own = min(rows, begin + part) - begin
         return Kept(rank, own * cols, begin * cols, (at["tp"], at["dp_replicate"]))
 

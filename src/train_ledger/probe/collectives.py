@@ -21,10 +21,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .stack import call_site
 from .watch import OptimizerStep
 
-NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+#: Operators of cplib call others inside, which a mode does not see since it is left while one of them runs.
+NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "cplib")
 #: Operator -> the ledger's word. Suffixes (`_`, `_coalesced`, `_out`) are taken off first, see `_word`.
 WORDS = {
     "all_reduce": "all_reduce",
+    "flex_cp_allgather": "all_gather",
+    "flex_cp_allgather_backward": "reduce_scatter",
     "allreduce": "all_reduce",
     "broadcast": "broadcast",
     "reduce": "reduce",
@@ -88,7 +91,7 @@ class CollectiveProbe(TorchDispatchMode):
     def _note(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> None:
         name = func._schema.name.split("::")[1]
         named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
-        group = named.get("process_group", named.get("group_name"))
+        group = next((named[key] for key in ("process_group", "group_name", "pg_name") if key in named), None)
         if group is None:  # wait_tensor, check_for_nan and the like send nothing
             return
         ranks, group = self._group(group)
@@ -123,7 +126,7 @@ def _word(name: str) -> str:
 def _transfers(space: str, name: str, named: dict[str, Any], out: Any) -> Iterator[tuple[str, str, int, int]]:
     """(op, dtype, in_numel, out_numel) of each payload of an operator; a coalesced call has one for each tensor.
 
-    c10d writes into its arguments; functional operators return their output.
+    c10d writes into its arguments; the others return their output.
     """
     op = _word(name)
     if name == "batch_p2p_ops":
@@ -144,7 +147,9 @@ def _transfers(space: str, name: str, named: dict[str, Any], out: Any) -> Iterat
             for tensor in first:
                 yield _one_sided(op, tensor)
     else:
-        sources = next(iter(named.values()))
+        first, second, *_ = (*named.values(), None)
+        # Keys and values, one call each (torch's _context_parallel/_cp_custom_ops.py:flex_cp_allgather).
+        sources = [first, second] if space == "cplib" else first
         if op in ("send", "recv"):
             yield _one_sided(op, sources)
         else:

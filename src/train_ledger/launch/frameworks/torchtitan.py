@@ -81,6 +81,8 @@ class TorchtitanSession:
             self.groups.append((name, dist.get_process_group_ranks(mesh.get_group())))
         #: One model, or the parts of it that this rank's pipeline stages hold.
         self.parts: list[torch.nn.Module] = trainer.model_parts
+        if dims.cp_enabled:
+            self.groups.append(self._shard_group())
         self.parameters = {_canonical(name): p for part in self.parts for name, p in part.named_parameters()}
 
     def _keep_losses(self) -> None:
@@ -99,8 +101,8 @@ class TorchtitanSession:
         """One optimizer step, `step` from 1.
 
         The loss is torchtitan's own mean over all tokens in steps that log; in others the mean of this rank's tokens,
-        which the mean over data-parallel ranks turns into the same figure. The norm is known in steps that log. Of a
-        pipeline's ranks only those of the last stage know the loss.
+        which the mean over data-parallel (and context-parallel) ranks turns into the same figure. The norm is known in
+        steps that log. Of a pipeline's ranks only those of the last stage know the loss.
         """
         from torchtitan.distributed.utils import set_pg_timeouts
 
@@ -118,7 +120,8 @@ class TorchtitanSession:
         if logged is not None and logged[0] == step:
             return StepResult(loss=logged[1] if knows_loss else None, grad_norm=logged[2])
         # The local sum is divided by the tokens of all ranks already (trainer.py:_forward_backward_body).
-        return StepResult(loss=self.last_loss * self.run.parallel.data_parallel if knows_loss else None, grad_norm=None)
+        ranks = self.run.parallel.data_parallel * self.run.parallel.context_parallel
+        return StepResult(loss=self.last_loss * ranks if knows_loss else None, grad_norm=None)
 
     def owners(self) -> Iterator[Owned]:
         """Parameters and gradients of FSDP2, the optimizer's state, RoPE caches, and the batch that is still held."""
@@ -150,16 +153,29 @@ class TorchtitanSession:
         torchtitan ties again after `fully_shard`, so that two of FSDP2's parameters share one shard; the first to pad
         it keeps a copy that the optimizer never sees (`_fsdp_param.py:FSDPParam.reset_sharded_param`).
         """
-        from torch.distributed.fsdp import FSDPModule
-
         known = {_local(parameter).untyped_storage().data_ptr() for parameter in self.parameters.values()}
-        states = dict.fromkeys(
-            m._get_fsdp_state() for part in self.parts for m in part.modules() if isinstance(m, FSDPModule)
-        )
-        for group in (group for state in states for group in state._fsdp_param_groups):
+        for group in self._parameter_groups():
             for held in (parameter._sharded_param_data for parameter in group.fsdp_params):
                 if held.untyped_storage().data_ptr() not in known:
                     yield Owned("tied_param_copy", "framework", held)
+
+    def _parameter_groups(self) -> Iterator[Any]:
+        """FSDP2's groups of parameters, each once."""
+        from torch.distributed.fsdp import FSDPModule
+
+        states = dict.fromkeys(
+            m._get_fsdp_state() for part in self.parts for m in part.modules() if isinstance(m, FSDPModule)
+        )
+        for state in states:
+            yield from state._fsdp_param_groups
+
+    def _shard_group(self) -> tuple[str, Sequence[int]]:
+        """The group that FSDP2 shards over, with its name. With context parallelism FSDP2 may make it of two axes
+        itself (_fsdp_init.py:_get_mesh_info_from_named_dims), so that torchtitan does not know it.
+        """
+        info = next(self._parameter_groups()).mesh_info
+        name: str = info.mesh.mesh_dim_names[info.shard_mesh_dim]
+        return name, dist.get_process_group_ranks(info.shard_process_group)
 
     def optimizer_steps(self) -> tuple[object, str]:
         """torchtitan's container of optimizers, and its step."""
@@ -218,14 +234,18 @@ class TorchtitanSession:
 
 def _coordinates(dims: Any, rank: int) -> dict[str, int]:
     """Place on torchtitan's mesh: (pp, dp_replicate, dp_shard, cp, tp), the last varies fastest
-    (parallel_dims.py:build_mesh). `pp` only where there are stages.
+    (parallel_dims.py:build_mesh). `pp` only where there are stages, `cp` where sequences are split.
     """
-    stage = {"pp": rank // (dims.dp_replicate * dims.dp_shard * dims.tp)} if dims.pp_enabled else {}
-    return stage | {
-        "dp_replicate": rank // (dims.dp_shard * dims.tp) % dims.dp_replicate,
-        "dp_shard": rank // dims.tp % dims.dp_shard,
+    inner = dims.cp * dims.tp
+    place = {
+        "pp": rank // (dims.dp_replicate * dims.dp_shard * inner),
+        "dp_replicate": rank // (dims.dp_shard * inner) % dims.dp_replicate,
+        "dp_shard": rank // inner % dims.dp_shard,
+        "cp": rank // dims.tp % dims.cp,
         "tp": rank % dims.tp,
     }
+    absent = {name for name, there in (("pp", dims.pp_enabled), ("cp", dims.cp_enabled)) if not there}
+    return {name: at for name, at in place.items() if name not in absent}
 
 
 def _canonical(name: str) -> str:

@@ -19,7 +19,7 @@ from torchtitan.config import CommConfig, DebugConfig, ParallelismConfig, Traini
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
 from torchtitan.models.common import ComplexRoPE, CosSinRoPE, Embedding, Linear, RMSNorm, RoPE, TransformerBlock
-from torchtitan.models.common.attention import ScaledDotProductAttention
+from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
 from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
 from torchtitan.models.common.param_init import depth_scaled_std, skip_param_init
 from torchtitan.models.llama3 import Llama3StateDictAdapter, parallelize_llama
@@ -45,7 +45,7 @@ def trainer_config(run: Run) -> Trainer.Config:
     s, p = run.settings, run.parallel
     checkpoint = {"none": None, "selective": SelectiveAC.Config(), "full": FullAC.Config()}
     return Trainer.Config(
-        model_spec=model_spec(run.model, run.seq_length),
+        model_spec=model_spec(run.model, run.seq_length, split_sequence=p.context_parallel > 1),
         loss=_loss(run),
         tokenizer=NumberTokenizer.Config(vocab_size=run.model.vocab_size),
         dataloader=SyntheticLoader.Config(
@@ -70,6 +70,7 @@ def trainer_config(run: Run) -> Trainer.Config:
             data_parallel_replicate_degree=p.data_parallel_replicate,
             data_parallel_shard_degree=p.data_parallel_shard,
             tensor_parallel_degree=p.tensor_parallel,
+            context_parallel_degree=p.context_parallel,
             enable_sequence_parallel=p.sequence_parallel,
             fsdp_reshard_after_forward=s["fsdp_reshard_after_forward"],
             spmd_backend=s["spmd_backend"],
@@ -105,11 +106,13 @@ def _adamw(o: Optimizer) -> OptimizersContainer.Config:
     )
 
 
-def model_spec(m: ModelShape, seq_length: int) -> ModelSpec:
+def model_spec(m: ModelShape, seq_length: int, split_sequence: bool = False) -> ModelSpec:
     """Llama 3, or Qwen 3 where queries and keys are normed, of any shape, built as `models/llama3/__init__.py` and
     `models/qwen3/__init__.py` build their flavours, with two differences.
 
-    Attention is PyTorch's: FlexAttention needs a compiler. Embeddings are tied only where the shape says so.
+    Attention is PyTorch's, since FlexAttention needs a compiler, but for context parallelism (`split_sequence`), for
+    which torchtitan has nothing else (`distributed/full_dtensor.py:validate_config`). Embeddings are tied only where
+    the shape says so.
     """
     linear = {"weight": partial(torch.nn.init.trunc_normal_, std=0.02)}
     ones = {"weight": torch.nn.init.ones_}
@@ -133,7 +136,7 @@ def model_spec(m: ModelShape, seq_length: int) -> ModelSpec:
                 head_dim=m.head_dim,
                 wqkv_param_init=linear,
                 wo_param_init=deep,
-                inner_attention=Attention.Config(),
+                inner_attention=FlexAttention.Config() if split_sequence else Attention.Config(),
                 fuse_qkv=True,
                 rope=_rope(m, seq_length),
                 qk_norm=norm(m.head_dim) if m.qk_norm else None,

@@ -45,8 +45,36 @@ def use_device(device: torch.device) -> None:
         from torchtitan.models.common.attention import ScaledDotProductAttention
 
         ScaledDotProductAttention.sdpa_backends = [SDPBackend.FLASH_ATTENTION]
+    else:
+        from torchtitan.models.common.attention import FlexAttention
+
+        torch.compiler.set_stance("force_eager")  # masks of FlexAttention are compiled, and there may be no compiler
+        FlexAttention._compiled_flex_attn = attend
     # tools/utils.py:get_local_device takes the index from here.
     os.environ["LOCAL_RANK"] = str(device.index or 0)
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    block_mask: Any,
+    scale: float | None,
+    enable_gqa: bool,
+    return_aux: Any,
+    **unused: Any,
+) -> tuple[torch.Tensor, Any]:
+    """FlexAttention's result by PyTorch's other attention: it has no backward on a CPU
+    (torch/nn/attention/flex_attention.py:_validate_device). The mask is the one that torchtitan made.
+    """
+    from torch.nn.attention.flex_attention import AuxOutput, create_mask
+
+    assert not return_aux.lse, "nothing here asks for the logarithms of the sums"
+    sequences, _, tokens, _ = q.shape
+    mask = create_mask(block_mask.mask_mod, sequences, 1, tokens, k.shape[2], device=q.device)
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)
+    return out, AuxOutput()
 
 
 class _CpuModule(ModuleType):

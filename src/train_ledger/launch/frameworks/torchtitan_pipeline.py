@@ -48,7 +48,7 @@ def boundary(run: Run, alone: bool) -> tuple[tuple[int, int, int], tuple[int, in
     """
     p, d = run.parallel, run.model.hidden_size
     split = p.tensor_parallel > 1 and p.sequence_parallel
-    batch, tokens = run.micro_batch, run.seq_length // (p.tensor_parallel if split else 1)
+    batch, tokens = run.micro_batch, run.seq_length // p.context_parallel // (p.tensor_parallel if split else 1)
     return (batch, tokens, d), (d, batch * d, 1) if split and alone else (tokens * d, d, 1)
 
 

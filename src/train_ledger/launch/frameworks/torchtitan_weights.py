@@ -81,7 +81,7 @@ def load(
             if dim is not None:
                 value = _chunk(value, degrees.tp, coords["tp"], dim)
             with torch.no_grad():
-                parameter.to_local().copy_(_chunk(value, degrees.dp_shard, coords["dp_shard"], 0))
+                parameter.to_local().copy_(_chunk(value, _shards(degrees), _shard(degrees, coords), 0))
 
 
 def export(
@@ -155,6 +155,16 @@ def _qkv_module(trainer: Any) -> torch.nn.Module:
     return next(m for part in trainer.model_parts for m in part.modules() if isinstance(m, FusedQKVLinear))
 
 
+def _shards(degrees: Any) -> int:
+    """Ranks that FSDP shards over: those that split the sequence are among them."""
+    return int(degrees.dp_shard * degrees.cp)
+
+
+def _shard(degrees: Any, coords: Mapping[str, int]) -> int:
+    """Which of the shards is this rank's; `cp` is among the coordinates only where the sequence is split."""
+    return int(coords["dp_shard"] * degrees.cp + coords.get("cp", 0))
+
+
 def _chunk(whole: torch.Tensor, parts: int, part: int, dim: int) -> torch.Tensor:
     """Part `part` as `torch.chunk` cuts it; the last parts may be smaller or empty
     (`_fsdp_common.py:_chunk_with_empty`).
@@ -173,7 +183,7 @@ def _gather(parameter: torch.nn.Parameter, degrees: Any, group: dist.ProcessGrou
     largest = list(shape)
     if dim is not None:
         largest[dim] = -(-shape[dim] // split)
-    largest[0] = -(-largest[0] // degrees.dp_shard)
+    largest[0] = -(-largest[0] // _shards(degrees))
     local = parameter.to_local().detach()
     sent = local.new_zeros(torch.Size(largest).numel())
     sent[: local.numel()] = local.reshape(-1)
@@ -189,8 +199,8 @@ def _gather(parameter: torch.nn.Parameter, degrees: Any, group: dist.ProcessGrou
         if dim is not None:
             piece[dim] = _chunk(torch.empty(shape[dim], device="meta"), split, tp, 0).numel()
         rows = []
-        for shard in range(degrees.dp_shard):
-            count = _chunk(torch.empty(piece[0], device="meta"), degrees.dp_shard, shard, 0).numel()
+        for shard in range(_shards(degrees)):
+            count = _chunk(torch.empty(piece[0], device="meta"), _shards(degrees), shard, 0).numel()
             part = torch.Size([count, *piece[1:]])
             rows.append(every[shard * degrees.tp + tp, : part.numel()].view(part))
         columns.append(torch.cat(rows))

@@ -1,4 +1,4 @@
-"""Prediction for torchtitan 0.3.0 on torch 2.14.1: FSDP2, HSDP, tensor and pipeline parallelism of a Llama 3 model."""
+"""Prediction for torchtitan 0.3.0 on torch 2.14.1: FSDP2, HSDP, tensor, context, pipeline parallelism of a Llama 3."""
 
 from __future__ import annotations
 

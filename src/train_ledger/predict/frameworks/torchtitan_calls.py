@@ -1,8 +1,8 @@
 """The collectives of one torchtitan step, each with the rule that makes it. What differs with pipeline stages is in
 torchtitan_pipeline.py.
 
-Symbols: L layers, M micro-batches, B sequences of a micro-batch, S tokens of a sequence, d hidden size, T
-tensor-parallel ranks, D ranks that FSDP shards over, R replicas (HSDP), C chunks of the loss.
+Symbols: L layers, M micro-batches, B sequences of a micro-batch, S tokens of a sequence on a context-parallel rank, d
+hidden size, T tensor-parallel ranks, D ranks that FSDP shards over, R replicas (HSDP), C chunks of the loss.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from train_ledger.spec.ledger import Collective
 from train_ledger.spec.run import Run
 
 from . import torchtitan_dtensor, torchtitan_pipeline
-from .torchtitan_layout import Layout, Unit, shard_axis
+from .torchtitan_layout import Layout, Unit, local_tokens, shard_axis, shards
 from .torchtitan_pipeline import Work
 
 _GROUP = "torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py"
@@ -46,11 +46,14 @@ def collectives(run: Run, layout: Layout, rank: int, step: str) -> Iterator[Coll
         yield from torchtitan_pipeline.sharded(run, layout, rank, kind.first)
         yield from torchtitan_pipeline.transfers(run, rank, kind.first)
     else:
-        if p.data_parallel_shard > 1:
+        if shards(run) > 1:
             yield from _gathers(run, layout, kind)
         yield from _reductions(run, layout)
+    held = torchtitan_pipeline.work(run, rank, kind.first)
+    if p.context_parallel > 1:
+        for work in held:
+            yield from _keys_and_values(run, work)
     if p.tensor_parallel > 1:
-        held = torchtitan_pipeline.work(run, rank, kind.first)
         for work in held:
             yield from _activations(run, work)
         if not pipelined:
@@ -59,7 +62,7 @@ def collectives(run: Run, layout: Layout, rank: int, step: str) -> Iterator[Coll
             if work.end:
                 yield from _loss(run, work.forwards)
     yield from _gradient_norm(run, layout)
-    if kind.logs and p.data_parallel > 1:
+    if kind.logs and p.data_parallel * p.context_parallel > 1:
         rule = "torchtitan/trainer.py:train_step"
         yield _all_reduce("loss", "float32", 1, 2, "logging", "step", rule)
         yield _all_reduce("loss", "int64", 1, 1, "logging", "step", rule)
@@ -102,7 +105,7 @@ def _gathers(run: Run, layout: Layout, kind: Step) -> Iterator[Collective]:
                     shard_axis(run),
                     s["mixed_precision_param"],
                     unit.gathered_numel,
-                    unit.gathered_numel * run.parallel.data_parallel_shard,
+                    unit.gathered_numel * shards(run),
                     count * unit.count,
                     f"FSDP {unit.name}",
                     phase,
@@ -115,12 +118,12 @@ def _reductions(run: Run, layout: Layout) -> Iterator[Collective]:
     p, s = run.parallel, run.settings
     for name, count, numel in _reduce_buffers(run, layout):
         common = (count * run.num_micro_batches, f"FSDP {name}", "backward", _REDUCE)
-        if p.data_parallel_shard > 1:
+        if shards(run) > 1:
             yield Collective(
                 "reduce_scatter",
                 shard_axis(run),
                 s["mixed_precision_reduce"],
-                numel * p.data_parallel_shard,
+                numel * shards(run),
                 numel,
                 *common,
             )
@@ -151,6 +154,33 @@ def reduced_parts(run: Run, unit: Unit) -> list[list[int]]:
     return [list(padded.values())]
 
 
+# --- context parallel ------------------------------------------------------------------------------------------------
+
+
+def _keys_and_values(run: Run, work: Work) -> Iterator[Collective]:
+    """Every query sees all keys and values before it, so that FlexAttention gets those of the whole sequence
+    (models/common/decoder_sharding.py:set_gqa_inner_attention_local_map; context_parallel/api.py:apply_cp_to_forward
+    under partial_dtensor): each is gathered in a layer's forward and again where activations are recomputed, and its
+    gradient is summed and scattered in the backward.
+    """
+    s, p = run.settings, run.parallel
+    part = local_tokens(run) * run.model.kv_size // p.tensor_parallel
+    whole = part * p.context_parallel
+    rule = f"{_REDISTRIBUTE}:Module._redistribute_inputs"
+    if s["spmd_backend"] == "partial_dtensor":
+        rule = "torch/distributed/tensor/experimental/_context_parallel/_cp_custom_ops.py:flex_cp_allgather"
+    again = 0 if s["activation_checkpoint"] == "none" else work.backwards
+    for op, sizes, count, component, phase in (
+        ("all_gather", (part, whole), work.forwards, "keys and values", "forward"),
+        ("all_gather", (part, whole), again, "recompute", "backward"),
+        ("reduce_scatter", (whole, part), work.backwards, "keys and values", "backward"),
+    ):
+        if count * work.layers:
+            yield Collective(
+                op, "cp", s["mixed_precision_param"], *sizes, 2 * work.layers * count, component, phase, rule
+            )
+
+
 # --- tensor parallel -------------------------------------------------------------------------------------------------
 
 
@@ -165,7 +195,7 @@ def _activations(run: Run, work: Work) -> Iterator[Collective]:
     saves `_c10d_functional.reduce_scatter_tensor`, which only the DTensor backends call.
     """
     s, m, p = run.settings, run.model, run.parallel
-    tokens = run.micro_batch * run.seq_length
+    tokens = local_tokens(run)
     whole, part = tokens * m.hidden_size, tokens * m.hidden_size // p.tensor_parallel
     dtype, ac = s["mixed_precision_param"], s["activation_checkpoint"]
     exits, entries = 2 * work.layers + work.embedding, 2 * work.layers + work.end
@@ -227,7 +257,7 @@ def _loss(run: Run, micro_batches: int) -> Iterator[Collective]:
     yield _all_reduce(
         "tp",
         "float32",
-        run.micro_batch * run.seq_length // chunks,
+        local_tokens(run) // chunks,
         3 * chunks * micro_batches,
         "cross entropy",
         "step",
@@ -240,7 +270,7 @@ def _gradient_norm(run: Run, layout: Layout) -> Iterator[Collective]:
     sum of all. Clipping off changes nothing.
     """
     rule = "torchtitan/distributed/utils.py:clip_grad_norm_"
-    if run.parallel.data_parallel_shard > 1:
+    if shards(run) > 1:
         yield _all_reduce(shard_axis(run), "float32", layout.num_parameters, 1, "gradient norm", "step", rule)
     if run.parallel.tensor_parallel > 1:
         yield _all_reduce("tp", "float32", layout.num_parameters, 1, "gradient norm", "step", rule)

@@ -6,7 +6,10 @@ from train_ledger.spec.errors import ConfigError
 from train_ledger.spec.run import Run
 
 from . import torchtitan_dtensor, torchtitan_pipeline, torchtitan_stages
+from .torchtitan_layout import shards
 
+#: torch/nn/attention/flex_attention.py:_DEFAULT_SPARSE_BLOCK_SIZE
+_MASK_BLOCK = 128
 _SCALING_KEYS = ("factor", "high_freq_factor", "low_freq_factor", "original_max_position_embeddings")
 
 
@@ -58,31 +61,71 @@ def _check_model(run: Run) -> None:
 
 
 def _check_parallel(run: Run) -> None:
-    p = run.parallel
-    if p.context_parallel > 1:
-        _refuse(run, "parallel.context_parallel", f"{p.context_parallel} is not modelled for torchtitan, only 1")
     torchtitan_stages.check(run)
+    p = run.parallel
+    # trainer.py:Trainer.__init__; half the head and half the tail of a sequence go to a rank together.
+    divisor = (p.tensor_parallel if p.sequence_parallel else 1) * (2 * p.context_parallel if _splits(run) else 1)
+    if run.seq_length % divisor:
+        _refuse(
+            run,
+            "seq_length",
+            f"Training sequence length ({run.seq_length}) must be divisible by {divisor} for the configured "
+            "sequence/context parallelism.",
+        )
+    if _splits(run):
+        _check_context_parallel(run)
+
+
+def _splits(run: Run) -> bool:
+    return run.parallel.context_parallel > 1
+
+
+def _check_context_parallel(run: Run) -> None:
+    """FlexAttention is what there is: `distributed/full_dtensor.py:validate_config` refuses PyTorch's attention under
+    spmd_types and full_dtensor.
+    """
+    degree = run.parallel.context_parallel
+    if run.settings["spmd_backend"] == "full_dtensor":
+        # torch/distributed/tensor/experimental/_func_map.py:_local_map_wrapped waits for keys and values, which
+        # protocols/module.py:Module._redistribute_inputs gathers asynchronously, in AsyncCollectiveTensor.wait, outside
+        # of autograd.
+        _refuse(
+            run,
+            "torchtitan.spmd_backend",
+            "full_dtensor with context parallelism trains without the gradients of keys and values (the gathered "
+            "tensors leave autograd), which is not modelled; spmd_types and partial_dtensor are",
+        )
+    bare = [stage.index for stage in torchtitan_stages.stages(run) if not stage.layers]
+    if bare and run.settings["spmd_backend"] == "partial_dtensor":
+        # context_parallel/api.py:apply_cp_to_forward looks at the first attention of a stage.
+        _refuse(
+            run,
+            "torchtitan.spmd_backend",
+            f"partial_dtensor splits no sequence on a stage without layers, here {bare[0]} (list index out of range); "
+            "spmd_types does",
+        )
+    if run.seq_length % (degree * _MASK_BLOCK):
+        # _context_parallel/_attention.py:_create_cp_block_mask
+        _refuse(
+            run,
+            "seq_length",
+            f"Q_LEN {run.seq_length} is not divisible by CP mesh world size {degree} * BLOCK_SIZE {_MASK_BLOCK}. "
+            "This is not supported yet.",
+        )
 
 
 def _check_tensor_parallel(run: Run) -> None:
     p, m = run.parallel, run.model
     tp = p.tensor_parallel
     rows = m.query_size + 2 * m.kv_size
-    if rows < p.data_parallel_shard * tp:
+    degrees = f"{p.data_parallel_shard}" + (f" x context_parallel {p.context_parallel}" if _splits(run) else "")
+    if rows < shards(run) * tp:
         # models/common/config_utils.py:_fused_qkv_param_init copies into the shards; DTensor's copy_ wants none empty.
         _refuse(
             run,
             "parallel.data_parallel_shard",
-            f"{p.data_parallel_shard} x tensor_parallel {tp} is more than the {rows} rows of wqkv: torchtitan cannot "
-            "initialise it (aten.copy_.default: no valid strategy preserves this placement)",
-        )
-    if p.sequence_parallel and run.seq_length % tp:
-        # trainer.py:Trainer.__init__
-        _refuse(
-            run,
-            "seq_length",
-            f"Training sequence length ({run.seq_length}) must be divisible by {tp} for the configured "
-            "sequence/context parallelism.",
+            f"{degrees} x tensor_parallel {tp} is more than the {rows} rows of wqkv: torchtitan cannot initialise it "
+            "(aten.copy_.default: no valid strategy preserves this placement)",
         )
     if tp == 1:
         return
@@ -118,12 +161,13 @@ def _check_tensor_parallel(run: Run) -> None:
 
 def _check_loss(run: Run) -> None:
     chunks = run.settings["num_chunks"]
-    if run.settings["chunked_loss"] and run.seq_length % chunks:
+    tokens = run.seq_length // run.parallel.context_parallel
+    if run.settings["chunked_loss"] and tokens % chunks:
         # components/loss.py:ChunkedLossWrapper.__call__
         _refuse(
             run,
             "torchtitan.num_chunks",
-            f"ChunkedLossWrapper sequence length must be divisible by num_chunks: {run.seq_length} by {chunks}",
+            f"ChunkedLossWrapper sequence length must be divisible by num_chunks: {tokens} by {chunks}",
         )
     if (
         run.settings["chunked_loss"]

@@ -16,6 +16,8 @@ from train_ledger.spec.errors import ConfigError
 from train_ledger.spec.ledger import Collective
 from train_ledger.spec.run import Run
 
+from .torchtitan_layout import local_tokens
+
 #: (microseconds a hop, GB/s) that `MeshTopoInfo.build_from_mesh` takes within a host and between hosts.
 LINKS = ((0.6, 87.7), (2.7, 87.7 * 0.22))
 _BASE_US = 6.6
@@ -55,7 +57,7 @@ def _products(run: Run) -> Iterator[tuple[int, int, str, str]]:
     """
     m, ranks = run.model, run.parallel.tensor_parallel
     size = element_bytes(run.settings["mixed_precision_param"])
-    tokens = run.micro_batch * run.seq_length
+    tokens = local_tokens(run)
     # The gradient of w2's input is used twice, for both factors of the gated MLP; that of wo's goes into attention.
     for width, uses in ((m.query_size, 1), (m.ffn_hidden_size, 2)):
         chosen = []
@@ -87,7 +89,7 @@ def backward(run: Run) -> Iterator[Collective]:
     """Calls of one step's backward beside those of norms' gradients, recomputation not included."""
     m, ranks = run.model, run.parallel.tensor_parallel
     dtype = run.settings["mixed_precision_param"]
-    hidden = run.micro_batch * run.seq_length * m.hidden_size
+    hidden = local_tokens(run) * m.hidden_size
     layers = m.num_layers * run.num_micro_batches
 
     def call(op: str, whole: int, count: int, component: str, rule: str) -> Collective:
@@ -104,7 +106,7 @@ def backward(run: Run) -> Iterator[Collective]:
         "torchtitan/protocols/module.py:Module._apply_local_map",
     )
     for width, uses, for_weight, for_input in _products(run):
-        inner, weight = run.micro_batch * run.seq_length * width, m.hidden_size * width
+        inner, weight = local_tokens(run) * width, m.hidden_size * width
         if for_weight == "gather":
             yield call("all_gather", inner, layers, "activation", _COST)
             yield call(

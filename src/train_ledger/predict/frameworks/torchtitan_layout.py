@@ -14,6 +14,7 @@ import math
 from dataclasses import dataclass
 
 from train_ledger.spec.groups import Group, groups_along
+from train_ledger.spec.groups import coordinates as place_on_grid
 from train_ledger.spec.run import Run
 
 from .torchtitan_stages import held
@@ -104,6 +105,7 @@ def mesh_sizes(run: Run) -> dict[str, int]:
     p = run.parallel
     return {
         "tp": p.tensor_parallel,
+        "cp": p.context_parallel,
         "dp_shard": p.data_parallel_shard,
         "dp_replicate": p.data_parallel_replicate,
         "pp": p.pipeline_parallel,
@@ -111,11 +113,13 @@ def mesh_sizes(run: Run) -> dict[str, int]:
 
 
 def coordinates(run: Run, rank: int) -> dict[str, int]:
-    """Place of `rank` on the mesh; `pp` only where there are pipeline stages."""
+    """Place of `rank` on the mesh, slowest dimension first; `pp` only where there are pipeline stages, `cp` where
+    sequences are split.
+    """
     p = run.parallel
-    tp, shard, replicate = p.tensor_parallel, p.data_parallel_shard, p.data_parallel_replicate
-    place = {"dp_replicate": rank // (tp * shard) % replicate, "dp_shard": rank // tp % shard, "tp": rank % tp}
-    return {"pp": pp_rank(run, rank)} | place if p.pipeline_parallel > 1 else place
+    hidden = {name for name, degree in (("pp", p.pipeline_parallel), ("cp", p.context_parallel)) if degree == 1}
+    place = place_on_grid(rank, mesh_sizes(run))
+    return {name: place[name] for name in reversed(place) if name not in hidden}
 
 
 def pp_rank(run: Run, rank: int) -> int:
@@ -123,24 +127,40 @@ def pp_rank(run: Run, rank: int) -> int:
     return rank // (run.world_size // run.parallel.pipeline_parallel)
 
 
+def shards(run: Run) -> int:
+    """Ranks that FSDP shards over: those that share out the data and those that share out the sequence."""
+    return run.parallel.data_parallel_shard * run.parallel.context_parallel
+
+
+def local_tokens(run: Run) -> int:
+    """Tokens of a micro-batch on one context-parallel rank (`context_parallel/api.py:cp_shard`)."""
+    return run.micro_batch * run.seq_length // run.parallel.context_parallel
+
+
 def shard_axis(run: Run) -> str:
-    """Name of the mesh axis that FSDP shards over: `fsdp` under partial_dtensor, else `dp_shard`
-    (`parallel_dims.py:build_mesh`).
+    """Name of the mesh axis that FSDP shards over: `fsdp` under partial_dtensor (`parallel_dims.py:build_mesh`), else
+    `dp_shard`, with context parallelism flattened with it (`_fsdp_init.py:_get_mesh_info_from_named_dims`).
     """
-    return "fsdp" if run.settings["spmd_backend"] == "partial_dtensor" else "dp_shard"
+    if run.settings["spmd_backend"] == "partial_dtensor":
+        return "fsdp"
+    return "dp_shard_cp" if run.parallel.context_parallel > 1 else "dp_shard"
 
 
 def groups(run: Run) -> list[Group]:
     """Every group of more than one rank: the world, then torchtitan's one-dimensional meshes by their names.
 
-    `batch`, `loss` and `dp` hold the same ranks; torchtitan makes a group for each (`parallel_dims.py:build_mesh`).
+    `batch` and `dp` hold the same ranks, and `loss` too without context parallelism; torchtitan makes a group for each
+    (`parallel_dims.py:build_mesh`).
     """
     sizes = mesh_sizes(run)
-    both = ("dp_shard", "dp_replicate")
-    named = [("pp", ("pp",)), ("batch", both), ("loss", both), ("dp_replicate", both[1:]), ("tp", ("tp",))]
+    both, sharded = ("dp_shard", "dp_replicate"), ("cp", "dp_shard")
+    named = [("pp", ("pp",)), ("batch", both), ("loss", ("cp", *both)), ("dp_replicate", both[1:])]
+    named += [("cp", ("cp",)), ("tp", ("tp",))]
     if run.settings["spmd_backend"] == "spmd_types":
         named.append(("dp", both))
-    named.append((shard_axis(run), both[:1]))
+    if shard_axis(run) == "dp_shard_cp":
+        named.append(("dp_shard", both[:1]))
+    named.append((shard_axis(run), sharded))
     out = [Group("world", tuple(range(run.world_size)))]
     for name, dims in named:
         if math.prod(sizes[d] for d in dims) > 1:
@@ -176,13 +196,13 @@ def _sizes(run: Run) -> _Sizes:
 
 
 def _degrees(run: Run, rank: int) -> tuple[int, int, int, int]:
-    tp, shards = run.parallel.tensor_parallel, run.parallel.data_parallel_shard
-    return tp, shards, rank % tp, rank // tp % shards
+    tp = run.parallel.tensor_parallel
+    return tp, shards(run), rank % tp, rank // tp % shards(run)
 
 
 @functools.lru_cache(maxsize=4096)
 def _layout(
-    sizes: _Sizes, parts: tuple[_Part, ...], tensor_parallel: int, shards: int, tp: int, shard: int, twins: bool
+    sizes: _Sizes, parts: tuple[_Part, ...], tensor_parallel: int, fsdp: int, tp: int, shard: int, twins: bool
 ) -> Layout:
     hidden, query, kv, ffn, vocab, tied, normed = sizes
     embedding = Parameter("tok_embeddings.weight", (vocab, hidden), 0)
@@ -200,7 +220,7 @@ def _layout(
     )
 
     def cut(*parameters: Parameter) -> tuple[Shard, ...]:
-        return tuple(_shard(q, tensor_parallel, shards, tp, shard) for q in parameters)
+        return tuple(_shard(q, tensor_parallel, fsdp, tp, shard) for q in parameters)
 
     # fsdp.py:apply_fsdp_to_decoder: tied, the embedding, the norm and the head are one unit; else the embedding is its
     # own.
@@ -216,11 +236,11 @@ def _layout(
     return Layout(tuple(stages))
 
 
-def _shard(parameter: Parameter, tensor_parallel: int, shards: int, tp: int, shard: int) -> Shard:
+def _shard(parameter: Parameter, tensor_parallel: int, fsdp: int, tp: int, shard: int) -> Shard:
     """`_fsdp_param.py:_init_sharded_param` chunks dimension 0 and pads every shard to the size of the first."""
     shape = parameter.local_shape(tensor_parallel, tp)
     row = math.prod(shape[1:])
-    return Shard(parameter, shape[0] * row, _chunk(shape[0], shards, shard) * row, _chunk(shape[0], shards, 0) * row)
+    return Shard(parameter, shape[0] * row, _chunk(shape[0], fsdp, shard) * row, _chunk(shape[0], fsdp, 0) * row)
 
 
 def _chunk(size: int, parts: int, part: int) -> int:
@@ -237,7 +257,7 @@ def layout_class(run: Run, rank: int) -> tuple[int, ...]:
 
 
 @functools.lru_cache(maxsize=65536)
-def _layout_class(sizes: _Sizes, tensor_parallel: int, shards: int, tp: int, shard: int) -> tuple[int, ...]:
+def _layout_class(sizes: _Sizes, tensor_parallel: int, fsdp: int, tp: int, shard: int) -> tuple[int, ...]:
     hidden, query, kv, ffn, vocab, _, normed = sizes
     rows = [_chunk(n, tensor_parallel, tp) for n in (query + 2 * kv, ffn, vocab)]
-    return (*rows, *(_chunk(n, shards, shard) for n in (*rows, hidden, normed)), _chunk(query, tensor_parallel, tp))
+    return (*rows, *(_chunk(n, fsdp, shard) for n in (*rows, hidden, normed)), _chunk(query, tensor_parallel, tp))

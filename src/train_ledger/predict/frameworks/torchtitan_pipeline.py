@@ -13,7 +13,7 @@ from train_ledger.spec.dtypes import element_bytes
 from train_ledger.spec.ledger import Collective, Container
 from train_ledger.spec.run import Run
 
-from .torchtitan_layout import Layout, Unit, layout, pp_rank, shard_axis
+from .torchtitan_layout import Layout, Unit, layout, pp_rank, shard_axis, shards
 from .torchtitan_replay import END, HEAD, NORM, Replay, replay
 from .torchtitan_schedule import order
 from .torchtitan_stages import Stage, held, num_stages, passes, stages
@@ -83,22 +83,22 @@ def grad_buffers(run: Run, at: Layout, rank: int) -> Counter[int]:
 def sharded(run: Run, at: Layout, rank: int, first: bool) -> Iterator[Collective]:
     """All-gathers, reduce-scatters, HSDP's all-reduces, and sums of norms' gradients over tensor-parallel ranks."""
     p, s = run.parallel, run.settings
-    shards, param, reduce = p.data_parallel_shard, s["mixed_precision_param"], s["mixed_precision_reduce"]
+    fsdp, param, reduce = shards(run), s["mixed_precision_param"], s["mixed_precision_reduce"]
     norms: Counter[tuple[int, str]] = Counter()
     for units, result in _replays(run, at, rank, first):
         by_name = {unit.name: unit for unit in units}
         for (name, phase), count in result.gathers.items():
             unit, numel = by_name[name], by_name[name].gathered_numel
             rule = f"{_GROUP}:FSDPParamGroup.unshard"
-            sizes = (numel, numel * shards, count * unit.count, f"FSDP {name}", phase, rule)
-            if shards > 1:
+            sizes = (numel, numel * fsdp, count * unit.count, f"FSDP {name}", phase, rule)
+            if fsdp > 1:
                 yield Collective("all_gather", shard_axis(run), param, *sizes)
         for (name, parts), count in result.reductions.items():
             unit, numel = by_name[name], _part_numel(by_name[name], parts)
             phase = "backward" if HEAD in parts and s["chunked_loss"] else "step"
             common = (count * unit.count, f"FSDP {name}", phase, _REDUCE)
-            if shards > 1:
-                yield Collective("reduce_scatter", shard_axis(run), reduce, numel * shards, numel, *common)
+            if fsdp > 1:
+                yield Collective("reduce_scatter", shard_axis(run), reduce, numel * fsdp, numel, *common)
             if p.data_parallel_replicate > 1:
                 yield Collective("all_reduce", "dp_replicate", reduce, numel, numel, *common)
             for width in _summed(run, unit, parts):
@@ -139,7 +139,7 @@ def reduces_norm_with_head(run: Run) -> bool:
 def boundary(run: Run) -> tuple[int, int, int]:
     """Sequences, tokens and channels of what one stage passes to the next on one rank."""
     p = run.parallel
-    tokens = run.seq_length // (p.tensor_parallel if p.sequence_parallel else 1)
+    tokens = run.seq_length // p.context_parallel // (p.tensor_parallel if p.sequence_parallel else 1)
     return run.micro_batch, tokens, run.model.hidden_size
 
 
