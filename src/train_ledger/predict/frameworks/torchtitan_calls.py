@@ -188,41 +188,45 @@ def _activations(run: Run, work: Work) -> Iterator[Collective]:
     """Activations between tensor-parallel regions (models/llama3/sharding.py): B·S·d elements, whole on every rank in
     a region.
 
-    There are 2L + 1 boundaries each way: the embedding's output, two exits a layer; two entries a layer, the final
-    norm's output; a pipeline stage has those of its modules. With sequence parallelism a boundary gathers or scatters
-    the sequence; without, it sums (and its opposite direction is free). Activation checkpointing repeats a layer's
-    boundaries, but for what selective checkpointing saves: `distributed/activation_checkpoint.py:_get_default_save_ops`
-    saves `_c10d_functional.reduce_scatter_tensor`, which only the DTensor backends call.
+    There are 2L + 1 boundaries each way: the embedding's output, two exits a layer; two entries a layer (inputs of
+    attention and feed-forward, models/common/decoder_sharding.py), the final norm's output; a pipeline stage has
+    those of its modules. With sequence parallelism a boundary gathers or scatters the sequence; without, it sums
+    (and its opposite direction is free). Activation checkpointing repeats a layer's boundaries, but for what
+    selective checkpointing saves: `distributed/activation_checkpoint.py:_get_default_save_ops` saves
+    `_c10d_functional.reduce_scatter_tensor`, which only the DTensor backends call.
     """
     s, m, p = run.settings, run.model, run.parallel
     tokens = local_tokens(run)
     whole, part = tokens * m.hidden_size, tokens * m.hidden_size // p.tensor_parallel
     dtype, ac = s["mixed_precision_param"], s["activation_checkpoint"]
-    exits, entries = 2 * work.layers + work.embedding, 2 * work.layers + work.end
+    entries, exits = 2 * work.layers, 2 * work.layers + work.embedding
     again = 0 if ac == "none" else 2 * work.layers * work.backwards
+    into, out_of = (f"{_REDISTRIBUTE}:Module._redistribute_{side}" for side in ("inputs", "outputs"))
 
-    def call(op: str, count: int, phase: str, component: str = "activation") -> Iterator[Collective]:
+    def call(rule: str, op: str, count: int, phase: str, component: str = "activation") -> Iterator[Collective]:
         sizes = {"all_gather": (part, whole), "reduce_scatter": (whole, part), "all_reduce": (whole, whole)}[op]
-        rule = f"{_REDISTRIBUTE}:Module._redistribute_outputs"
         if count:
             yield Collective(op, "tp", dtype, *sizes, count, component, phase, rule)
 
     if p.sequence_parallel:
         saved = ac == "selective" and s["spmd_backend"] != "spmd_types"
-        yield from call("all_gather", entries * work.forwards, "forward")
-        yield from call("reduce_scatter", exits * work.forwards, "forward")
-        yield from call("all_gather", exits * work.backwards, "backward")
-        yield from call("reduce_scatter", entries * work.backwards, "backward")
-        yield from call("all_gather", again, "backward", "recompute")
+        yield from call(into, "all_gather", entries * work.forwards, "forward")
+        yield from call(out_of, "all_gather", work.end * work.forwards, "forward")
+        yield from call(out_of, "reduce_scatter", exits * work.forwards, "forward")
+        yield from call(out_of, "all_gather", exits * work.backwards, "backward")
+        yield from call(into, "reduce_scatter", entries * work.backwards, "backward")
+        yield from call(out_of, "reduce_scatter", work.end * work.backwards, "backward")
+        yield from call(into, "all_gather", again, "backward", "recompute")
         if not saved:
-            yield from call("reduce_scatter", again, "backward", "recompute")
+            yield from call(out_of, "reduce_scatter", again, "backward", "recompute")
         return
-    yield from call("all_reduce", exits * work.forwards, "forward")
+    yield from call(out_of, "all_reduce", exits * work.forwards, "forward")
     if s["spmd_backend"] == "spmd_types":
-        yield from call("all_reduce", entries * work.backwards, "backward")
+        yield from call(into, "all_reduce", entries * work.backwards, "backward")
+        yield from call(out_of, "all_reduce", work.end * work.backwards, "backward")
     else:
         yield from torchtitan_dtensor.backward(run)
-    yield from call("all_reduce", again, "backward", "recompute")
+    yield from call(out_of, "all_reduce", again, "backward", "recompute")
 
 
 def _norm_gradients(run: Run) -> Iterator[Collective]:
