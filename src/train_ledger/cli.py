@@ -107,6 +107,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"train-ledger {args.command}: {f'{where}: ' if where else ''}{e.strerror or e}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
+        print(f"train-ledger {args.command}: interrupted", file=sys.stderr)
         return 130
 
 

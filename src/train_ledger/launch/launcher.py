@@ -114,8 +114,11 @@ class Attempt:
 
         Raises:
             LaunchError: the folder cannot be written.
+            ConfigError: it is a file.
         """
         attempt = cls(run, target, identity or f"{os.getpid()}-{uuid.uuid4().hex[:12]}")
+        if target.exists() and not target.is_dir():
+            raise ConfigError("is a file, not a folder", file=target)
         try:
             attempt.directory.mkdir(parents=True, exist_ok=True)
             write_text(target / CLAIM, attempt.identity + "\n")

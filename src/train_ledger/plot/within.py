@@ -80,10 +80,10 @@ def _figure(shown: Sequence[tuple[Results, str, int, pd.DataFrame]]) -> plt.Figu
     # A run of the same name in two folders is told apart by its folder.
     runs = [run for _, run, *_ in shown]
     names = [run if runs.count(run) == 1 else f"{run} ({results.name})" for results, run, *_ in shown]
-    titles = panel_titles([(r.framework(run), name) for (r, run, *_), name in zip(shown, names, strict=True)])
+    titles = panel_titles([(r.framework(run), run) for r, run, *_ in shown])
     for ax, (results, run, rank, events), name in zip(axes.flat, shown, names, strict=False):
         _panel(ax, events, scale, peak_bytes(results, run, rank))
-        ax.set_title(titles[name], loc="left", fontweight="bold", fontsize=7.5, pad=10)
+        ax.set_title(titles[run], loc="left", fontweight="bold", fontsize=7.5, pad=10)
         ax.text(0, 1.02, f"{shorten(name, 44)}, rank {rank}", transform=ax.transAxes, fontsize=6.5, color=style.MUTED)
     # The panels share this axis, so it is set once, for the tallest of them.
     axes.flat[0].set_ylim(0, 1.14 * top / scale)

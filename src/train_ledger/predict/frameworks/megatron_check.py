@@ -169,13 +169,14 @@ def _data_parallel(run: Run) -> None:
             run,
             "megatron.overlap_param_gather",
             "--overlap-param-gather only supported with distributed optimizer "
-            "(megatron/training/arguments.py:validate_args)",
+            "(megatron/training/arguments.py:validate_args); it is on unless it is set to false",
         )
     if s["overlap_param_gather"] and not s["overlap_grad_reduce"]:
         _refuse(
             run,
             "megatron.overlap_param_gather",
-            "Must use --overlap-param-gather with --overlap-grad-reduce (megatron/training/arguments.py:validate_args)",
+            "Must use --overlap-param-gather with --overlap-grad-reduce "
+            "(megatron/training/arguments.py:validate_args); it is on unless it is set to false",
         )
 
 
