@@ -42,6 +42,8 @@ rule all:
     default_target: True
     input:
         targets,
+    message:
+        f"All of {COMPARISON} is made"
 
 
 onerror:

@@ -181,6 +181,55 @@ def test_damaged_file_is_one_clear_error_and_made_again(copy: WorkingCopy, damag
     assert "0 bytes, 0 calls unexplained" in copy.path("reconcile/differences.txt").read_text()
 
 
+def test_what_is_removed_is_made_again(copy: WorkingCopy) -> None:
+    """Though the page and the verdict are there. Removing a launch is how to ask for another measurement."""
+    written = {"Writing the report of small", "Is every byte and every call of small explained?"}
+    for gone, made in {
+        "launch/ds": chain("ds") - {"Predicting ds (small)"},
+        "reconcile/resident.csv": LATER - {"Comparing what the runs of small trained"},
+        "tables": written,
+    }.items():
+        if gone == "tables":  # initial weights may go to save room: no launch starts again for them
+            shutil.rmtree(copy.path("weights"))
+        path = copy.path(gone)
+        kept = path.rename(copy.folder / "kept")
+        assert copy.planned() == made, gone
+        kept.rename(path)
+
+
+def test_a_page_made_by_hand_gives_way(copy: WorkingCopy) -> None:
+    """Nothing of it is lost. Snakemake alone would see a newer page and keep it; of a figure it would see nothing."""
+    page = copy.path("report.html")
+    made = page.read_bytes()
+    page.write_bytes(made + b"by hand")
+    code, out = copy.snakemake("--dry-run")
+    assert code == 0, out
+    assert any("report.html is not as the workflow wrote it; a run sets" in line for line in clear_errors(out))
+    code, out = copy.snakemake()
+    assert code == 0, out
+    assert page.read_bytes() == made
+    assert copy.path("unusable/report.html.1").read_bytes() == made + b"by hand"
+
+
+def test_a_world_that_this_machine_cannot_start(finished: WorkingCopy) -> None:
+    """Is refused before the launches of another world are moved for it."""
+    code, out = finished.snakemake("--config", "world=nccl", CUDA_VISIBLE_DEVICES="")
+    assert code == 1
+    said = "train-ledger: ds: world nccl needs 2 GPUs, this machine shows 0; nothing was started or moved"
+    assert clear_errors(out) == [said]
+    assert not finished.path("unusable").exists()
+
+
+def test_two_stages_that_find_a_launch_damaged(copy: WorkingCopy) -> None:
+    """One line each, whoever was first, and the launch is set aside once."""
+    copy.path("launch/ds/run.json").write_text("{}\n")
+    code, out = copy.snakemake()
+    assert code == 1
+    assert "Traceback" not in out
+    last = "set aside as results/small/unusable/launch/ds.1; the next run makes it anew"
+    assert {f"train-ledger {stage}: {last}" for stage in ("probe", "parity")} <= set(clear_errors(out)), out
+
+
 def test_what_does_not_reconcile_fails_after_the_report(copy: WorkingCopy) -> None:
     """A prediction that is wrong by one element is shown in the report, and the run fails."""
     file = copy.path("predict/mg.json")

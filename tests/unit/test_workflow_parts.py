@@ -1,10 +1,11 @@
-"""The workflow's own parts, without Snakemake: pins, plan, site, locks, what Slurm says, what is set aside."""
+"""The workflow's own parts, without Snakemake: pins, plan, site, locks, what Slurm says."""
 
 from __future__ import annotations
 
 import fcntl
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -19,7 +20,6 @@ import pytest
 from train_ledger import cli
 from train_ledger.spec.errors import ConfigError, LaunchError
 from train_ledger.workflow import envs, resume, slurm, twins
-from train_ledger.workflow.aside import set_aside
 from train_ledger.workflow.plan import Plan, load_plan
 from train_ledger.workflow.site import load_site
 from train_ledger.workflow.state import known_jobs, states, table
@@ -53,10 +53,19 @@ def test_plan_takes_another_world() -> None:
      ({"launch_timeout_s": 0}, "launch_timeout_s"), ({"world": "moon"}, "world")],
 )  # fmt: skip
 def test_plan_refuses(config: dict[str, object], key: str) -> None:
-    """A wrong key or value is named."""
+    """A wrong key or value is named, and that it is not config.yaml's."""
     with pytest.raises(ConfigError) as e:
         plan(**config)
     assert e.value.key == key
+    assert str(e.value).startswith(f"command line: {key}: ")
+    assert "None" not in str(e.value)
+
+
+def test_plan_refuses_what_the_file_says(tmp_path: Path) -> None:
+    """The same value in config.yaml: the file is named."""
+    (tmp_path / "config.yaml").write_text("world: moon\n")
+    with pytest.raises(ConfigError, match=r"config\.yaml: world: 'moon' is none of cpu, fake, shared, nccl$"):
+        load_plan({"world": "moon"}, tmp_path)
 
 
 def environment(folder: Path, text: str) -> Path:
@@ -104,15 +113,10 @@ def test_the_example_site_is_valid() -> None:
     assert load_site(ROOT / "profiles/slurm/site.example.yaml").partition == "gpu"
 
 
-def test_set_aside_loses_nothing(tmp_path: Path) -> None:
-    """Each gets a number of its own."""
-    for n in (1, 2):
-        folder = tmp_path / "laptop/launch/run"
-        folder.mkdir(parents=True)
-        (folder / "rank0.json").write_text(str(n))
-        assert set_aside(folder) == tmp_path / f"laptop/unusable/launch/run.{n}"
-        assert not folder.exists()
-    assert (tmp_path / "laptop/unusable/launch/run.1/rank0.json").read_text() == "1"
+def test_what_the_readme_makes_is_ignored_by_git() -> None:
+    """`snakemake --report FILE`, as the README writes it."""
+    (file,) = set(re.findall(r"snakemake --report (\S+?)`", (ROOT / "README.md").read_text()))
+    assert f"/{file}" in (ROOT / ".gitignore").read_text().splitlines()
 
 
 def test_damaged(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """What the rules share: the plan (every run, resolved and checked) and what each rule may see of it."""
 
+import functools
 import json
 import re
 import sys
@@ -59,15 +60,15 @@ def of_runs(pattern, comparison=COMPARISON):
     ]
 
 
+@functools.cache
 def start():
     """Once, before the first job: see train_ledger.workflow.resume. Not for a dry run, and not in a job's own Snakemake."""
     plugin = workflow.executor_plugin
-    if (
-        plugin is None
-        or not workflow.is_main_process
-        or workflow.dryrun
-        or workflow.touch
-    ):
+    if plugin is None or not workflow.is_main_process or workflow.touch:
+        return
+    sealed = [f"results/{COMPARISON}/{name}" for name in ("figures", "report.html")]
+    if workflow.dryrun:
+        resume.foretell(EVIDENCE + sealed)
         return
     try:
         if plugin.name == "slurm":
@@ -75,7 +76,14 @@ def start():
             # A job may meet a bad host or ask for too little; a stage on this machine fails alike again.
             for name in ("launch", "launch_hosts"):
                 workflow.get_rule(name).restart_times = 1
-        resume.begin(PLAN, ENVIRONMENTS, plugin.name)
+        deployed = {str(d) for d in workflow.deployment_settings.deployment_method}
+        resume.begin(
+            PLAN,
+            ENVIRONMENTS,
+            plugin.name,
+            EVIDENCE + sealed,
+            own_python="conda" not in deployed,
+        )
     except LedgerError as e:
         sys.exit(f"train-ledger: {e}")
 
@@ -91,16 +99,38 @@ def failures(snakemake_logs):
         slurm.say_why(STARTED, snakemake_logs)
 
 
+def begun(wildcards):
+    """No input, but `start`. First of the inputs of what can be a target by name: before Snakemake has looked at a file."""
+    start()
+    return []
+
+
 def launch_input(wildcards):
-    """What a launch starts from. Also for a target by name nothing is launched before `start`."""
+    """What a launch starts from."""
     start()
     return canonical_weights(wildcards)
 
 
 def targets(wildcards):
-    """What `snakemake` makes. The verdict comes after the report: what does not reconcile is shown before it fails."""
+    """What `snakemake` makes. The verdict comes after the report: what does not reconcile is shown before it fails.
+
+    Each stage's files by name: Snakemake passes over one that is gone as long as the page is there and asks for no more.
+    Not the weights, from which every launch would start again.
+    """
     start()
-    return [f"results/{COMPARISON}/report.html", f"results/{COMPARISON}/verdict.txt"]
+    each = ("launch/{run}/run.json", "probe/{run}.parquet", "predict/{run}.json")
+    return [
+        *(f for name in each for f in of_runs(f"results/{{comparison}}/{name}")),
+        *of_runs("results/{comparison}/predict/{run}.json", PAPER),
+        *RECONCILED,
+        *REFERENCE,
+        *PARITY,
+        *EVIDENCE,
+        *(
+            f"results/{COMPARISON}/{name}"
+            for name in ("figures", "tables", "report.html", "verdict.txt")
+        ),
+    ]
 
 
 def canonical_weights(wildcards):

@@ -22,6 +22,14 @@ PARITY = (
     if REAL
     else []
 )
+REFERENCE = (
+    [
+        f"results/{COMPARISON}/reference/{file}"
+        for file in ("fp32.safetensors", "bf16.safetensors", "reference.json")
+    ]
+    if REAL
+    else []
+)
 
 
 WEIGHTS = f"results/{COMPARISON}/weights/seed{{seed}}.safetensors"
@@ -73,10 +81,7 @@ if REAL:
         input:
             weights=WEIGHTS.format(seed=PROBLEM.seed),
         output:
-            [
-                f"results/{COMPARISON}/reference/{file}"
-                for file in ("fp32.safetensors", "bf16.safetensors", "reference.json")
-            ],
+            REFERENCE,
         log:
             f"logs/{COMPARISON}/reference.log",
         benchmark:
@@ -98,6 +103,7 @@ if REAL:
 
     rule parity:
         input:
+            begun,
             launches=[f"results/{COMPARISON}/launch/{run}/run.json" for run in REAL],
             reference=f"results/{COMPARISON}/reference/reference.json",
             weights=WEIGHTS.format(seed=PROBLEM.seed),

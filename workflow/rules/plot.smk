@@ -3,6 +3,7 @@
 
 rule plot:
     input:
+        begun,
         f"results/{COMPARISON}/reconcile/runs.json",
         [f"results/{COMPARISON}/reconcile/{table}.csv" for table in TABLES],
         of_runs("results/{comparison}/predict/{run}.json"),

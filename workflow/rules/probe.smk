@@ -3,6 +3,7 @@
 
 rule probe:
     input:
+        begun,
         launch="results/{comparison}/launch/{run}/run.json",
     output:
         "results/{comparison}/probe/{run}.parquet",

@@ -3,16 +3,23 @@
 from train_ledger.reconcile.facts import FACT_TABLES
 
 TABLES = ("resident", "collectives", "layout", *FACT_TABLES)
+RECONCILED = [
+    f"results/{COMPARISON}/reconcile/{file}"
+    for file in (
+        "runs.json",
+        "differences.txt",
+        *(f"{table}.csv" for table in TABLES),
+    )
+]
 
 
 rule reconcile:
     input:
+        begun,
         predict=of_runs("results/{comparison}/predict/{run}.json"),
         probe=of_runs("results/{comparison}/probe/{run}.parquet"),
     output:
-        f"results/{COMPARISON}/reconcile/runs.json",
-        f"results/{COMPARISON}/reconcile/differences.txt",
-        [f"results/{COMPARISON}/reconcile/{table}.csv" for table in TABLES],
+        RECONCILED,
     log:
         f"logs/{COMPARISON}/reconcile.log",
     benchmark:
@@ -32,6 +39,7 @@ rule reconcile:
 
 rule verdict:
     input:
+        begun,
         differences=[f"results/{COMPARISON}/reconcile/differences.txt"]
         + [f for f in PARITY if f.endswith("differences.txt")],
         report=f"results/{COMPARISON}/report.html",

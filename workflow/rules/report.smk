@@ -3,6 +3,7 @@
 
 rule report:
     input:
+        begun,
         f"results/{COMPARISON}/figures",
         f"results/{COMPARISON}/reconcile/runs.json",
         [f"results/{COMPARISON}/reconcile/{table}.csv" for table in TABLES],

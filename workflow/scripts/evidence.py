@@ -22,4 +22,9 @@ def main(out: str | Path, root: str | Path = "reference") -> None:
 
 
 if __name__ == "__main__":
-    stage.run(main, globals().get("snakemake"), lambda job: (Path(job.output[0]).parent,))
+    stage.run(
+        main,
+        globals().get("snakemake"),
+        lambda job: (Path(job.output[0]).parent,),
+        lambda job: (job.output[0], [str(Path(job.output[0]).parent)]),
+    )

@@ -25,4 +25,4 @@ def arguments(job: Any) -> tuple[Path | None, ...]:
 
 
 if __name__ == "__main__":
-    stage.run(main, globals().get("snakemake"), arguments)
+    stage.run(main, globals().get("snakemake"), arguments, lambda job: (job.output.page, list(job.output)))

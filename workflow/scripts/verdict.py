@@ -8,7 +8,7 @@ from pathlib import Path
 
 import stage
 
-from train_ledger.spec.errors import LedgerError
+from train_ledger.spec.errors import DataError, LedgerError
 from train_ledger.spec.io import write_text
 
 
@@ -19,11 +19,14 @@ def main(out: str, *differences: str) -> None:
         differences: files of a verdict and a line a difference, from the stages `reconcile` and `parity`.
 
     Raises:
+        DataError: a file holds no verdict.
         LedgerError: something is not explained.
     """
     verdicts, wrong = [], []
     for file in differences:
-        verdict, *lines = Path(file).read_text(encoding="utf-8").splitlines()
+        verdict, *lines = Path(file).read_text(encoding="utf-8").splitlines() or [""]
+        if not verdict:
+            raise DataError("holds no verdict; it may be truncated", file=file)
         verdicts.append(verdict)
         wrong += [verdict] if lines else []
         for line in lines:

@@ -9,7 +9,7 @@ from typing import Any
 
 from train_ledger.spec.config import Comparison, load_comparison
 from train_ledger.spec.errors import ConfigError
-from train_ledger.spec.io import fill_defaults, schema, validate
+from train_ledger.spec.io import fill_defaults, read_yaml, schema, validate
 from train_ledger.spec.run import Run
 
 
@@ -50,7 +50,14 @@ def load_plan(config: Mapping[str, Any], config_dir: str | Path = "config") -> P
     from train_ledger.predict import framework
 
     file = Path(config_dir) / "config.yaml"
-    validate(dict(config), "config", file=file)
+    worlds = [world for world in schema("config")["properties"]["world"]["enum"] if world]
+    if config.get("world") not in (None, *worlds):  # JSON Schema's message would show null as a world
+        known = ", ".join(worlds)
+        raise ConfigError(f"{config['world']!r} is none of {known}", file=_said_in(config, "world", file), key="world")
+    try:
+        validate(dict(config), "config", file=file)
+    except ConfigError as e:
+        raise ConfigError(e.message, file=_said_in(config, e.key or "", file), key=e.key) from None
     filled = fill_defaults(config, schema("config"))
     comparison = load_comparison(filled["comparison"], config_dir, world=filled["world"])
     shown = filled["paper_comparison"]
@@ -61,7 +68,16 @@ def load_plan(config: Mapping[str, Any], config_dir: str | Path = "config") -> P
         if of == comparison.name and run.world_size > plan.gpus_per_node and run.world_size % plan.gpus_per_node:
             raise ConfigError(
                 f"{plan.gpus_per_node} does not divide world_size {run.world_size} of {run.name}",
-                file=file,
+                file=_said_in(config, "gpus_per_node", file),
                 key="gpus_per_node",
             )
     return plan
+
+
+def _said_in(config: Mapping[str, Any], key: str, file: Path) -> Path | str:
+    """Where a value of the workflow's configuration comes from: the file, unless that says otherwise."""
+    try:
+        said = read_yaml(file)
+    except ConfigError:
+        return file
+    return "command line" if key in config and (key not in said or said[key] != config[key]) else file

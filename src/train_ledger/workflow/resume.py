@@ -13,13 +13,13 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from train_ledger.spec.errors import DataError, LedgerError
 
-from . import slurm, twins
+from . import machine, seal, slurm, twins
 from .aside import set_aside
 from .plan import Plan
 
@@ -32,24 +32,33 @@ class AnotherWorkflow(LedgerError):
     """A living Snakemake works in this folder."""
 
 
-def begin(plan: Plan, environments: Mapping[str, str], executor: str) -> None:
+def begin(
+    plan: Plan, environments: Mapping[str, str], executor: str, sealed: Sequence[str] = (), own_python: bool = True
+) -> None:
     """Takes the working copy for this workflow and puts in order what a dead one left.
 
     Jobs of ours that still run or wait on Slurm are waited for when they do what the plan wants, else cancelled. A
     launch that finished after its workflow had died is kept. One that was made from another configuration or
-    environment is set aside.
+    environment is set aside, and so is an output that somebody else wrote over.
+
+    Args:
+        sealed: outputs whose rules left a record of what they wrote (`seal`).
+        own_python: whether launches run in this Python, so that it can tell what they find on this machine.
 
     Raises:
-        LedgerError: another workflow runs here; Slurm does not answer.
+        LedgerError: another workflow runs here; Slurm does not answer; this machine has too few GPUs.
     """
     if _held:
         return
-    before = _lock(executor)
     wanted = {
         (of, name): twins.request(run.sha256(), environments[run.framework])
         for (of, name), run in plan.runs.items()
         if of == plan.comparison.name
     }
+    # Before the lock, too: a refusal must not wipe out what a dead workflow left in it.
+    if executor != "slurm" and own_python:
+        machine.check(plan, [plan.runs[key] for key, request in wanted.items() if not _measured(key, request)])
+    before = _lock(executor)
     if before is not None or executor == "slurm":
         if before is not None:
             for stale in Path(".snakemake/locks").glob("*"):  # whoever wrote them held our lock, and is gone
@@ -58,6 +67,9 @@ def begin(plan: Plan, environments: Mapping[str, str], executor: str) -> None:
             slurm.settle(wanted)
     for file in strangers(plan):
         say(f"{file} is of no run of the plan; it is set aside as {set_aside(file)}")
+    for output in sealed:
+        if changed := seal.broken(output):
+            say(f"{changed[0]} is not as the workflow wrote it; {output} is set aside as {set_aside(output)}")
     finished = []
     for (of, name), request in wanted.items():
         folder = Path("results") / of / "launch" / name
@@ -70,6 +82,18 @@ def begin(plan: Plan, environments: Mapping[str, str], executor: str) -> None:
             finished.append(folder / "run.json")
     if finished:
         _adopt(finished)
+
+
+def foretell(sealed: Sequence[str]) -> None:
+    """What `begin` would set aside, for a dry run: Snakemake's own list of jobs does not show that they follow."""
+    for output in sealed:
+        if changed := seal.broken(output):
+            say(f"{changed[0]} is not as the workflow wrote it; a run sets {output} aside and makes it anew")
+
+
+def _measured(key: tuple[str, str], request: Mapping[str, Any]) -> bool:
+    folder = Path("results") / key[0] / "launch" / key[1]
+    return (folder / "run.json").is_file() and twins.same(twins.asked(folder), request)
 
 
 def strangers(plan: Plan) -> list[Path]:
