@@ -219,15 +219,20 @@ def test_a_late_twin_does_not_overwrite(tmp_path: Path) -> None:
 
 
 def test_only_what_a_launch_left_is_removed(tmp_path: Path) -> None:
-    """Weights and notes that a person keeps in the same folder stay; a rank that is no more goes, whole."""
-    mine = ("weights.safetensors", "weights.safetensors.json", "rank-notes.log", "rank0.json.bak")
+    """What a person keeps in the same folder stays; a rank of the older launch that is no more goes, whole."""
+    mine = ("weights.safetensors", "weights.safetensors.json", "rank-notes.log", "rank0.json.bak", "rank99.json")
     older = ("rank7.json", "rank7.log", "weights0.safetensors", "weights7.safetensors")
+    launch(toy(), tmp_path, 60)
+    run_file = tmp_path / "run.json"
+    finished = json.loads(run_file.read_text())
+    finished["ranks"].append(finished["ranks"][0] | {"rank": 7, "file": "rank7.json"})
+    run_file.write_text(json.dumps(finished))
     for name in mine + older:
         (tmp_path / name).write_text(name)
     launch(toy(), tmp_path, 60)
     assert [(tmp_path / name).read_text() for name in mine] == list(mine)
     assert not [name for name in older if (tmp_path / name).exists()]
-    assert json.loads((tmp_path / "run.json").read_text())["run"] == "toy-run"
+    assert len(json.loads(run_file.read_text())["ranks"]) == 2
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -31,8 +31,8 @@ RANK_SCHEMA = "train-ledger/rank/1"
 CLAIM = ".launch-id"
 LOG_TAIL_LINES = 20
 MAX_TIMEOUT_S = 10**9
-#: What a launch leaves, a rank each. Only these are ours to remove, and of data only that of the ranks that an older
-#: run.json names: the folder may hold other things, the initial weights for one.
+#: What a launch leaves, a rank each. Only these are ours to remove, and of data only that of this launch's ranks and of
+#: those that an older run.json names: the folder may hold other things, the initial weights for one.
 PUBLISHED = re.compile(r"(?:rank|weights)(\d+)\.(json|log|safetensors)")
 
 
@@ -190,7 +190,7 @@ class Attempt:
             if not of or (self.directory / old.name).exists():
                 continue
             # Ranks under a torchrun that was started by hand log here at once; a launch that failed leaves its logs.
-            if int(of[1]) not in ranks if of[2] == "log" else int(of[1]) in older:
+            if int(of[1]) not in ranks if of[2] == "log" else int(of[1]) in older.union(ranks):
                 old.unlink()
         (self.target / "torchrun.log").unlink(missing_ok=True)  # of an older launch that failed
         for file in sorted(self.directory.iterdir(), key=lambda f: (f.name == "run.json", f.name)):
