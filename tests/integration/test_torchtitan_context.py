@@ -14,17 +14,15 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from ranks import on_ranks
+from torchtitan_runs import on_one_rank
 
 from train_ledger.launch.frameworks import torchtitan
 from train_ledger.launch.frameworks.torchtitan_device import attend
 from train_ledger.launch.session import Rank
 from train_ledger.launch.weights import generate
-from train_ledger.spec.config import load_comparison
-from train_ledger.spec.io import fill_defaults, schema
 from train_ledger.spec.model import canonical_tensors
 from train_ledger.spec.run import Parallel, Run
 
-CONFIG = Path(__file__).parents[2] / "config"
 Seen = tuple[list[tuple[float | None, float | None]], dict[str, np.ndarray]]
 
 pytestmark = pytest.mark.launch
@@ -39,10 +37,7 @@ def imported() -> None:
 @pytest.fixture(scope="module")
 def single() -> Run:
     """The laptop comparison's shape with two layers on one rank in fp32, two micro-batches of 256 tokens."""
-    run = load_comparison("laptop", CONFIG).runs["torchtitan-fsdp4-tp2-matched"]
-    whole = fill_defaults(run.settings, schema("torchtitan")) | {"mixed_precision_param": "float32"}
-    run = replace(run, world_size=1, micro_batch=1, global_batch=2, steps=3, seq_length=256, parallel=Parallel())
-    return replace(run, settings=whole, model=replace(run.model, num_layers=2, tie_embeddings=False))
+    return on_one_rank(2, {"mixed_precision_param": "float32"}, global_batch=2, seq_length=256)
 
 
 def split(run: Run, pipeline: int = 1, replicate: int = 1, shard: int = 1, tensor: int = 1, **settings: Any) -> Run:

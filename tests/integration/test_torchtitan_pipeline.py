@@ -17,6 +17,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from ranks import on_ranks
+from torchtitan_runs import on_one_rank
 
 from train_ledger.launch.frameworks import torchtitan
 from train_ledger.launch.session import Rank
@@ -25,12 +26,8 @@ from train_ledger.launch.worlds import staged
 from train_ledger.predict.frameworks.torchtitan_pipeline import transfers
 from train_ledger.predict.frameworks.torchtitan_schedule import order
 from train_ledger.predict.frameworks.torchtitan_stages import layer_counts
-from train_ledger.spec.config import load_comparison
-from train_ledger.spec.io import fill_defaults, schema
 from train_ledger.spec.model import canonical_tensors
-from train_ledger.spec.run import Parallel, Run
-
-CONFIG = Path(__file__).parents[2] / "config"
+from train_ledger.spec.run import Run
 
 pytestmark = pytest.mark.launch
 
@@ -52,11 +49,7 @@ def imported() -> None:
 @pytest.fixture(scope="module")
 def laptop() -> Run:
     """The laptop comparison's run, four layers, four micro-batches on one rank."""
-    run = load_comparison("laptop", CONFIG).runs["torchtitan-fsdp4-tp2-matched"]
-    model = replace(run.model, num_layers=4, tie_embeddings=False)
-    whole = fill_defaults(run.settings, schema("torchtitan"))  # a run without stages has no keys of theirs
-    run = replace(run, world_size=1, micro_batch=1, global_batch=4, steps=3, parallel=Parallel())
-    return replace(run, model=model, settings=whole)
+    return on_one_rank(4, global_batch=4)
 
 
 def pipelined(run: Run, virtual: int = 1, **settings: Any) -> Run:

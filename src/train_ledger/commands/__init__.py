@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from train_ledger.spec.run import Run
 
+#: Worlds by name, for `--world`; what each is stands in README, what starts it in launch/worlds.
+WORLDS = ("cpu", "fake", "shared", "nccl")
+
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """RUN.yaml with what goes before it, or a configuration that a framework's own users have."""

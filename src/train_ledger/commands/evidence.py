@@ -8,6 +8,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from . import WORLDS
+
 HELP = "keep measurements that were taken on GPUs, or reconcile the kept ones with today's prediction"
 
 #: A reference run of the parity stage that was trained on the same GPU, beside the runs of a comparison.
@@ -21,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     keep.add_argument("launch", type=Path, metavar="LAUNCH_DIR", help="folder with run.json and the rank files")
     keep.add_argument("--set", type=Path, required=True, metavar="DIR", help="reference/<model>_<hardware>_<date>")
     keep.add_argument("--comparison", required=True, metavar="NAME", help="the comparison that was launched")
-    keep.add_argument("--world", choices=["cpu", "fake", "shared", "nccl"], help="the world that was launched in")
+    keep.add_argument("--world", choices=WORLDS, help="the world that was launched in")
     keep.add_argument("--config", type=Path, default=Path("config"), metavar="DIR", help="folder of comparisons/")
     judge = part.add_parser("check", help="reconcile what is kept; ends with 1 if anything differs", allow_abbrev=False)
     judge.add_argument(

@@ -6,7 +6,7 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
-from . import add_run_arguments, run_from
+from . import WORLDS, add_run_arguments, run_from
 
 HELP = "run a framework's ranks and record what each keeps and sends"
 
@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="folder for rank<r>.json, rank<r>.log and run.json; an older launch of the same configuration goes",
     )
-    parser.add_argument("--world", choices=["cpu", "fake", "shared", "nccl"], help="goes before the run's own world")
+    parser.add_argument("--world", choices=WORLDS, help="goes before the run's own world")
     parser.add_argument("--timeout", type=float, default=900, metavar="S", help="end after so many seconds (900)")
     parser.add_argument("--weights", type=Path, metavar="FILE", help="start from these canonical weights")
     parser.add_argument("--export", action="store_true", help="also write the trained weights, by canonical name")

@@ -10,6 +10,8 @@ from typing import Any
 
 from train_ledger.spec.run import Run
 
+from . import WORLDS
+
 HELP = "check that the runs of a comparison trained the same model; ends with 1 if they did not"
 
 
@@ -21,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--weights", type=Path, metavar="FILE", help="canonical weights; made on the fly if not given")
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder for the tables and parity.json")
     parser.add_argument("--config", type=Path, default=Path("config"), metavar="DIR", help="folder of comparisons/")
-    parser.add_argument("--world", choices=["cpu", "fake", "shared", "nccl"], help="the world that was launched in")
+    parser.add_argument("--world", choices=WORLDS, help="the world that was launched in")
     parser.add_argument("--no-weights", action="store_true", help="the runs were launched without --export")
     parser.add_argument("--allow-differences", action="store_true", help="end with 0 although something differs")
 

@@ -55,7 +55,6 @@ def main(args: argparse.Namespace) -> int:
     keep_free = 10**9 * _count(args.keep_free_gb, "--keep-free-gb", least=0)
     found = sweep(state, layouts, device.memory_bytes, keep_free_bytes=keep_free)
     top = _count(args.top, "--top")
-    best = [int(i) for i in found.order[:top]]
     if args.format == "json":
         print_json(
             [
@@ -66,7 +65,7 @@ def main(args: argparse.Namespace) -> int:
                     "wire_bytes": int(found.wire_bytes[i]),
                     "fits": bool(found.fits[i]),
                 }
-                for i in best
+                for i in map(int, found.order[:top])
             ]
         )
         return 0

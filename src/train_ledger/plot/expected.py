@@ -54,15 +54,24 @@ _PARTS = {
 _FAMILIES = {"tp": "tensor_wire_bytes", "pp": "pipeline_wire_bytes"}
 
 
+def payload_bytes(call: Mapping[str, Any]) -> int:
+    """Bytes of a predicted row of calls, all of them: the larger of input and output."""
+    return int(max(call["in_numel"], call["out_numel"]) * ELEMENT_BYTES.get(call["dtype"], 0) * call["count"])
+
+
+def group_sizes(prediction: Mapping[str, Any], rank: int) -> dict[str, int]:
+    """Ranks of each group that a rank is in, by the group's name."""
+    return {g["name"]: len(g["ranks"]) for g in prediction["groups"] if rank in g["ranks"]}
+
+
 def predicted_figures(prediction: Mapping[str, Any], index: int = 0) -> Figures:
     """The same figures from a predict file, for its `index`-th rank. Groups but tp and pp count as data parallel."""
     ledger = prediction["ranks"][index]
     out = dict.fromkeys(Figures.__dataclass_fields__, 0)
     for c in ledger["containers"]:
         out[_PARTS.get(c["name"], "other_bytes")] += c["bytes"]
-    sizes = {g["name"]: len(g["ranks"]) for g in prediction["groups"] if ledger["rank"] in g["ranks"]}
+    sizes = group_sizes(prediction, ledger["rank"])
     for c in ledger["collectives"]:
-        payload = max(c["in_numel"], c["out_numel"]) * ELEMENT_BYTES.get(c["dtype"], 0) * c["count"]
         family = _FAMILIES.get(c["group"], "data_wire_bytes")
-        out[family] += round(ring_wire_bytes(c["op"], sizes.get(c["group"], 1), payload))
+        out[family] += round(ring_wire_bytes(c["op"], sizes.get(c["group"], 1), payload_bytes(c)))
     return Figures(**out)

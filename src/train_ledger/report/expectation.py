@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from train_ledger.plot.data import Results, framework_title
-from train_ledger.plot.expected import HAND_ESTIMATE, predicted_figures
-from train_ledger.spec.dtypes import ELEMENT_BYTES
+from train_ledger.plot.expected import HAND_ESTIMATE, group_sizes, payload_bytes, predicted_figures
 from train_ledger.spec.groups import rank_ranges
 from train_ledger.spec.ledger import STATE_CONTAINERS, ring_wire_bytes
 from train_ledger.spec.model import ModelShape
@@ -131,19 +130,14 @@ Select = Callable[[Mapping[str, Any]], bool]
 def _calls(prediction: Mapping[str, Any], select: Select) -> tuple[int, int]:
     """Calls and payload bytes of rank 0 that `select` takes."""
     found = [c for c in prediction["ranks"][0]["collectives"] if select(c)]
-    payload = sum(max(c["in_numel"], c["out_numel"]) * c["count"] * ELEMENT_BYTES[c["dtype"]] for c in found)
-    return sum(c["count"] for c in found), payload
+    return sum(c["count"] for c in found), sum(map(payload_bytes, found))
 
 
 def _wire(prediction: Mapping[str, Any], select: Select) -> int:
     """Bytes that rank 0 sends in the calls that `select` takes, as the table counts them."""
-    sizes = {g["name"]: len(g["ranks"]) for g in prediction["groups"] if 0 in g["ranks"]}
-    sent = 0.0
-    for c in prediction["ranks"][0]["collectives"]:
-        if select(c):
-            payload = max(c["in_numel"], c["out_numel"]) * c["count"] * ELEMENT_BYTES[c["dtype"]]
-            sent += ring_wire_bytes(c["op"], sizes[c["group"]], payload)
-    return round(sent)
+    sizes = group_sizes(prediction, 0)
+    found = [c for c in prediction["ranks"][0]["collectives"] if select(c)]
+    return round(sum(ring_wire_bytes(c["op"], sizes[c["group"]], payload_bytes(c)) for c in found))
 
 
 def _model_bytes(prediction: Mapping[str, Any]) -> int:

@@ -7,12 +7,13 @@ the rules that write them leave a record of every file's hash beside Snakemake's
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable
 from pathlib import Path
 
+from train_ledger.spec.errors import DataError
 from train_ledger.spec.io import write_json
+from train_ledger.spec.tensorfile import file_sha256
 
 RECORDS = Path(".snakemake/train-ledger")
 
@@ -25,11 +26,11 @@ def write(output: str | Path, parts: Iterable[str | Path]) -> None:
         parts: files and folders that the rule wrote.
 
     Raises:
-        OSError: a file cannot be read, or the record not be written.
+        DataError: a file cannot be read. OSError: the record cannot be written.
     """
     files = sorted(file for part in map(Path, parts) for file in ([part] if part.is_file() else part.rglob("*")))
     kept = [f for f in files if f.is_file() and "unusable" not in f.parts and f.name != ".snakemake_timestamp"]
-    write_json(_record(output), {"files": {str(f): hashlib.sha256(f.read_bytes()).hexdigest() for f in kept}})
+    write_json(_record(output), {"files": {str(f): file_sha256(f) for f in kept}})
 
 
 def broken(output: str | Path) -> list[str]:
@@ -44,8 +45,8 @@ def broken(output: str | Path) -> list[str]:
 
 def _sha256(file: Path) -> str:
     try:
-        return hashlib.sha256(file.read_bytes()).hexdigest()
-    except OSError:
+        return file_sha256(file)
+    except DataError:
         return ""
 
 
